@@ -364,8 +364,7 @@ class Estimator:
             path = self.latest_checkpoint() if checkpoint_path is None else lookup.find(checkpoint_path, alone)
             if path is None and self._runs.states.settings is None:
                 raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
-            state, _ = lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, alone, options.features)
-            state = self._runs.states.for_export(state, options.features)
+            state = self._runs.read_for_export(options.features, path, checkpoint_path)
             call = bind(self._model_fn, self.params, self._config)
             return write_export(export_dir_base, call, state, options, write_more)
 

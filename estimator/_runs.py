@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,13 +13,13 @@ from absl import logging
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.checkpoint._lookup import CheckpointLookup
-from estimator.checkpoint._restore import StateSource
+from estimator.checkpoint._restore import StateSource, read_averages, take_part
 from estimator.core._hook import Hook, as_hooks
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, PyTree
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
 from estimator.hooks._defaults import hooks_for_process, with_default_hooks
 from estimator.hooks._summary_saver import write_evaluation
@@ -98,7 +99,7 @@ class Runs:
         self.stopwatch = Stopwatch()
         self.eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
-        self.states = StateSource(self._model, config.seed, warm_start_from)
+        self.states = StateSource(config.seed, warm_start_from)
         self.lookup = CheckpointLookup(self._model_dir, self.checkpoints, self.states)
 
     def train(
@@ -187,7 +188,8 @@ class Runs:
         hooks = with_default_hooks(chief_hooks, [*as_hooks(own_hooks), *spec_hooks], self._config, listeners)
         hooks = hooks_for_process(group, hooks, chief_hooks)
         with self.stopwatch.part("checkpoint" if start.path else "compilation"):
-            state = self.states.take_for_training(start.path, group, *first)
+            init = functools.partial(self._model.init, features=first[0], labels=first[1])
+            state = self.states.take_for_training(start.path, group, info, init)
         # Before the first step, which donates the state.
         self._model.compare(ModeKeys.TRAIN, state, *first)
         step = start.step
@@ -278,9 +280,10 @@ class Runs:
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             # The shapes of variables may depend on the first batch.
             if not isinstance(source, State):
-                state, path = self.lookup.read_state(ModeKeys.EVAL, source, checkpoint_path, group, *first)
+                init = functools.partial(self._model.init, features=first[0], labels=first[1], mode=ModeKeys.EVAL)
+                state, path = self.lookup.read_state(ModeKeys.EVAL, source, checkpoint_path, group, info, init)
             else:
-                state, path = self.states.for_evaluation(source, *first), None
+                state, path = take_part(source, info.placed_state), None
             context.set_readonly_state(state)
             context.track(self._config, self._params)
             self._model.compare(ModeKeys.EVAL, state, *first)
@@ -319,9 +322,17 @@ class Runs:
         context.set_model_info(info)
         hooks = as_hooks((*hooks, *info.hooks[1]))
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            state, _ = self.lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), features)
+            init = functools.partial(self._model.init, features=features, mode=ModeKeys.PREDICT)
+            state, _ = self.lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), info, init)
             context.set_readonly_state(state)
             yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)
+
+    def read_for_export(self, features: Features, path: str | None, checkpoint_path: str | None) -> State:
+        """The state saved at `path`, with the values of variables that an export has."""
+        info = self._model.info(features, mode=ModeKeys.PREDICT)
+        init = functools.partial(self._model.init, features=features, mode=ModeKeys.PREDICT)
+        state, _ = self.lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), info, init)
+        return read_averages(state, info)
 
     def _log_compiling(self, mode: ModeKeys) -> None:
         """Says once that the first batch of a mode takes longer: on some machines a minute."""

@@ -13,11 +13,11 @@ from absl import logging
 from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.checkpoint._model_dir import check_not_of_tensorflow
-from estimator.checkpoint._restore import StateSource
+from estimator.checkpoint._restore import Init, StateSource
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
-from estimator.core._typing import Features, Labels
 from estimator.multihost._process_group import ProcessGroup
+from estimator.steps._model_info import ModelInfo
 from estimator.storage._files import exists, expand, is_dir, is_url, remove, write
 from estimator.storage._manifest import DamagedCheckpointError
 
@@ -77,14 +77,14 @@ class CheckpointLookup:
         path: str | None,
         checkpoint_path: str | None,
         group: ProcessGroup,
-        features: Features,
-        labels: Labels = None,
+        info: ModelInfo,
+        init: Init,
     ) -> tuple[State, str | None]:
         """Reads the state saved at `path`, and returns it with that path; the newest checkpoint's where the user's
         `checkpoint_path` names none and the one looked up before has been removed since, or is damaged."""
         while True:
             try:
-                return self._states.get(mode, path, group, features, labels), path
+                return self._states.get(mode, path, group, info, init), path
             except (NotACheckpointError, DamagedCheckpointError):
                 newest = self._checkpoints.latest()
                 if checkpoint_path not in (None, "latest") or group.count > 1 or newest in (None, path):

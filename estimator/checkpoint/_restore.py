@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -10,24 +11,26 @@ from absl import logging
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
-from estimator.core._typing import Features, Labels
 from estimator.multihost._global_arrays import equalize_copies, is_within_reach, place
 from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._moving_average import Averages, begin_averages, variables_to_read
-from estimator.steps._transform import Model
+from estimator.steps._model_info import ModelInfo
 from estimator.storage._files import make_absolute
 
 if TYPE_CHECKING:
     from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 
 
+Init = Callable[[jax.Array], State]
+"""Makes the initial state of a mode, for the batch of a run, from a key."""
+
+
 class StateSource:
-    """The states of a model, for the batches and the mode of a run.
+    """The states of a model, for the mode of a run.
 
     Caches the newest checkpoint's state, so repeated evaluations read it once.
 
     Args:
-      model: the model.
       seed: the seed of initial values.
       warm_start_settings: the source of initial values; None: the initializers.
 
@@ -36,29 +39,26 @@ class StateSource:
       warm_start_report: the report of the last warm start; None if there was none.
     """
 
-    def __init__(self, model: Model, seed: int, warm_start_settings: WarmStartSettings | None) -> None:
-        self._model = model
+    def __init__(self, seed: int, warm_start_settings: WarmStartSettings | None) -> None:
         self._seed = seed
         self.settings = warm_start_settings
         self._cached: tuple[tuple[str, object], State] | None = None  # the identity of a checkpoint, and its state
         self.warm_start_report: WarmStartReport | None = None
 
-    def get(
-        self, mode: ModeKeys, path: str | None, group: ProcessGroup, features: Features, labels: Labels = None
-    ) -> State:
+    def get(self, mode: ModeKeys, path: str | None, group: ProcessGroup, info: ModelInfo, init: Init) -> State:
         """Reads the state saved at `path`, from the cache if possible; makes the initial state if `path` is None."""
         if path is None:
-            state = self._model.init(jax.random.key(self._seed), features, labels, mode=mode)
+            state = init(jax.random.key(self._seed))
             if self.settings is not None:
-                state = self._warm(self.settings, state, mode, features, labels)
+                state = self._warm(self.settings, state, mode, info)
             # Committed to their devices like restored arrays; jax compiles again for uncommitted ones.
             return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
-        like = self._model.abstract_init(features, labels, mode=mode)
+        like = info.placed_state
         cached = self._find_cached(path, like, group)
         if cached is None:
             cached = self._restore(mode, path, like, group)
             self._cached = _identity(path), cached
-        return _take_part(cached, like)
+        return take_part(cached, like)
 
     def _find_cached(self, path: str, like: State, group: ProcessGroup) -> State | None:
         """The cached state of the checkpoint; None if any process has none. Then all read the checkpoint together, for
@@ -83,43 +83,31 @@ class StateSource:
         cached, identity = self._cached, _identity(path)  # another thread, which evaluates too, may change it meanwhile
         return cached[1] if cached is not None and cached[0] == identity and identity[1] is not None else None
 
-    def take_for_training(self, path: str | None, group: ProcessGroup, features: Features, labels: Labels) -> State:
+    def take_for_training(self, path: str | None, group: ProcessGroup, info: ModelInfo, init: Init) -> State:
         """Reads the state for training, which donates its memory: a copy of one that a prediction may still read."""
         if path is not None:
-            like = self._model.abstract_init(features, labels, mode=ModeKeys.TRAIN)
+            like = info.placed_state
             cached = self._find_cached(path, like, group)
             self._cached = None
             if cached is None:
-                return _take_part(self._restore(ModeKeys.TRAIN, path, like, group), like)
-            state = _take_part(cached, like)
+                return take_part(self._restore(ModeKeys.TRAIN, path, like, group), like)
+            state = take_part(cached, like)
             del cached
         else:
-            state = self.get(ModeKeys.TRAIN, None, group, features, labels)
+            state = self.get(ModeKeys.TRAIN, None, group, info, init)
         leaves, structure = jax.tree.flatten(state)
         # Without these references, the memory of each array is freed after its copy, if no prediction reads it.
         del state
         leaves.reverse()
         return jax.tree.unflatten(structure, [jax.block_until_ready(_copy(leaves.pop())) for _ in range(len(leaves))])
 
-    def for_evaluation(self, state: State, features: Features, labels: Labels) -> State:
-        """The state of a running training in the form that evaluation takes."""
-        return _take_part(state, self._model.abstract_init(features, labels, mode=ModeKeys.EVAL))
-
-    def for_export(self, state: State, features: Features) -> State:
-        """A state of PREDICT, with moving averages in place of the variables where they are read so."""
-        averages = self._model.info(features, mode=ModeKeys.PREDICT).notes.get(Averages)
-        return state._replace(variables=variables_to_read(averages, ModeKeys.PREDICT, state.variables))
-
     def keep(self, path: str, state: State) -> None:
         """Caches the state of the checkpoint at `path`."""
         self._cached = _identity(path), state
 
-    def _warm(
-        self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: Features, labels: Labels
-    ) -> State:
+    def _warm(self, settings: WarmStartSettings, state: State, mode: ModeKeys, info: ModelInfo) -> State:
         from estimator.checkpoint._warm_start import warm_start
 
-        info = self._model.info(features, labels, mode)
         state, report = warm_start(settings, state, info.trainable, mode)
         state = state._replace(variables=begin_averages(info.notes.get(Averages), state.variables, set(report.used)))
         if report != self.warm_start_report:
@@ -140,10 +128,15 @@ def _serves(state: State, like: State) -> bool:
     return all(map(is_within_reach, jax.tree.leaves(_part(state, like)), jax.tree.leaves(like)))
 
 
-def _take_part(state: State, like: State) -> State:
+def take_part(state: State, like: State) -> State:
     """Takes the part of a state that a mode has, placed as in `like`."""
     # Programs are compiled for one structure, and training may place variables on other devices than evaluation.
     return jax.tree.map(_place, _part(state, like), like)
+
+
+def read_averages(state: State, info: ModelInfo) -> State:
+    """A state of PREDICT, with moving averages in place of the variables where they are read so."""
+    return state._replace(variables=variables_to_read(info.notes.get(Averages), ModeKeys.PREDICT, state.variables))
 
 
 def _part(state: State, like: State) -> State:

@@ -70,8 +70,7 @@ class Placement:
 
     def from_processes(self, batch: Tree, stacked: bool = False) -> Tree:
         """The batch of all processes, given the rows of this one; `stacked`: several batches, `[steps, rows, ...]`."""
-        del stacked
-        return batch
+        raise NotImplementedError  # only placements that span processes are asked
 
     def whole_in_each(self, tree: Tree) -> Tree:
         """Arrays of a program that each process is to be able to read."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
+from jax.tree_util import tree_leaves
 
+from estimator.core._batch import named_leaves
 from estimator.core._bcoo import has_sparse, pad_sparse
 from estimator.core._placement import Placement
 from estimator.core._typing import PyTree
@@ -101,7 +103,9 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
             self._has_sparse = has_sparse(pair)
         if self._has_sparse:
             pair = pad_sparse(pair)
-        self._shapes.note(pair)
+        # A list is faster than a generator for the few leaves of most batches.
+        shapes = tuple([getattr(leaf, "shape", ()) for leaf in tree_leaves(pair)])
+        self._shapes.note(shapes, lambda: named_leaves(*pair))
         return pair
 
     def expect(self, n: int) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from absl import logging
-from jax.tree_util import tree_leaves
+from collections.abc import Callable, Iterable
 
-from estimator.core._batch import named_leaves
-from estimator.core._typing import PyTree
+from absl import logging
 
 _MANY = 10
 
@@ -19,18 +17,15 @@ class ShapeWatch:
     def __init__(self) -> None:
         self._seen: set[tuple[Shape, ...]] | None = set()
 
-    def note(self, pair: tuple[PyTree, PyTree]) -> None:
-        if self._seen is None:
-            return
-        # A list is faster than a generator for the few leaves of most batches.
-        shapes = tuple([getattr(leaf, "shape", ()) for leaf in tree_leaves(pair)])
-        if shapes in self._seen:
+    def note(self, shapes: tuple[Shape, ...], names: Callable[[], Iterable[str]]) -> None:
+        """Notes the shapes of the leaves of a batch, whose names are asked for where they are shown."""
+        if self._seen is None or shapes in self._seen:
             return
         self._seen.add(shapes)
-        # It warns once and collects no more shapes, so that later batches cost nothing.
+        # It warns once and collects no more shapes.
         if len(self._seen) == _MANY:
             by_leaf = [sorted(set(of_leaf)) for of_leaf in zip(*self._seen, strict=False)]
-            logging.warning("%s", _advice(dict(zip(named_leaves(*pair), by_leaf, strict=False))))
+            logging.warning("%s", _advice(dict(zip(names(), by_leaf, strict=False))))
             self._seen = None
 
 

@@ -72,8 +72,9 @@ class EvalSteps:
         placement = self._model.info(*given, ModeKeys.EVAL).placement
         if isinstance(pair, Uneven):
             return placement.in_all_processes(gather_rows(*pair)), sum(pair.rows)
-        processes = jax.process_count() if placement.spans_processes else 1
-        return placement.from_processes(pair), rows_of(*pair) * processes
+        if not placement.spans_processes:
+            return pair, rows_of(*pair)
+        return placement.from_processes(pair), rows_of(*pair) * jax.process_count()
 
     def at_once(self, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> int:
         """The number of batches like this one that are read ahead together, and go into one program."""

@@ -20,8 +20,7 @@ from estimator.core._state import State
 from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stack_of
 from estimator.loop._flops import count_flops, peak_flops, steps_that_fit
-from estimator.runtime._shared_programs import abstract_argument
-from estimator.steps._compiled_steps import Carry, Program, carry_of, loop_over_some, state_of
+from estimator.steps._compiled_steps import Carry, Program, abstract_argument, carry_of, loop_over_some, state_of
 from estimator.steps._deferred_merge import merge_deferred
 from estimator.steps._transform import Model
 
@@ -95,7 +94,7 @@ class Programs:
         self.steps_per_program = 1
         self.loops = False
         self.guard = BatchGuard(features, labels)
-        self._batch = jax.tree.map(_abstract, info.placement.from_processes((features, labels)))
+        self._batch = jax.tree.map(_abstract, self._from_processes((features, labels)))
         self._start: tuple[Carry, jax.Array] | None = None
 
         def compile_run(run: Callable[..., Outcome]) -> Program:
@@ -145,7 +144,7 @@ class Programs:
         reports = reports and bool(self.info.reported)
         if not self.loops:
             last = self._step_reporting if reports else None
-            placed = map(self.info.placement.from_processes, pairs)
+            placed = map(self._from_processes, pairs)
             return [
                 ProgramCall(self._step, 1, args, pair, last if i == len(pairs) else None)
                 for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
@@ -156,10 +155,14 @@ class Programs:
         if stacked is None:
             before = [run for pair in pairs[:-1] for run in self.runs([pair], 1, alone=True)]
             return [*before, *self.runs(pairs[-1:], 1, True, reports)]
-        stacked = self.info.placement.from_processes(stacked, stacked=True)
+        stacked = self._from_processes(stacked, stacked=True)
         # The number of steps is an argument, so that a chunk that is short runs the same program.
         args = np.int32(len(pairs)), *stacked
         return [ProgramCall(self._loop, len(pairs), args, pairs[0], self._loop_reporting if reports else None)]
+
+    def _from_processes(self, batch: PyTree, stacked: bool = False) -> PyTree:
+        placement = self.info.placement
+        return placement.from_processes(batch, stacked) if placement.spans_processes else batch
 
 
 def step(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:

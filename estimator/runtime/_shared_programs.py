@@ -26,9 +26,9 @@ _newest: collections.OrderedDict[Hashable, jax.stages.Compiled] = collections.Or
 _lock = threading.Lock()
 
 
-def compile_shared(traced: jax.stages.Traced, args: tuple[Any, ...]) -> jax.stages.Compiled | None:
+def compile_shared(traced: jax.stages.Traced, signature: Hashable) -> jax.stages.Compiled | None:
     """The compiled program, from an earlier call where there was the same one; None for one that cannot be shared."""
-    facts = _facts_beside_text(traced, args)
+    facts = _facts_beside_text(traced, signature)
     if facts is None:
         return None
     lowered = traced.lower()
@@ -56,25 +56,7 @@ def forget_programs() -> None:
         _newest.clear()
 
 
-def signature(args: tuple[Any, ...]) -> Hashable:
-    """Equal for arguments that one compiled program takes."""
-    leaves, structure = jax.tree.flatten(args)
-    return structure, tuple((jax.typeof(x), _place(x)) for x in leaves)
-
-
-def abstract_argument(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """An array without its values, for which jax lowers the program that it lowers for the array."""
-    kind = jax.typeof(x)
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=_place(x), weak_type=kind.weak_type)
-
-
-def _place(x: Any) -> Any:
-    if isinstance(x, jax.core.Tracer):
-        return jax.core.Tracer
-    return getattr(x, "format", x.sharding) if getattr(x, "committed", False) else None
-
-
-def _facts_beside_text(traced: jax.stages.Traced, args: tuple[Any, ...]) -> tuple[Hashable, ...] | None:
+def _facts_beside_text(traced: jax.stages.Traced, signature: Hashable) -> tuple[Hashable, ...] | None:
     """The facts that the text of a program leaves out: which arguments it has, its devices, and the settings."""
     # Processes that compile a program together would wait for one that has it already; and a profile of its first
     # calls, where jax is to make one, compiles it again.
@@ -90,7 +72,7 @@ def _facts_beside_text(traced: jax.stages.Traced, args: tuple[Any, ...]) -> tupl
         return None
     default = jax.config.jax_default_device or jax.local_devices()[0]  # type: ignore[attr-defined]
     options = repr(sorted(jax.config.values.items()))
-    return tuple(used), signature(args), tuple(dict.fromkeys(found)), default, options, settings_of_this_thread()
+    return tuple(used), signature, tuple(dict.fromkeys(found)), default, options, settings_of_this_thread()
 
 
 def _beyond_text(value: Any, seen: set[int]) -> Iterator[Hashable]:

@@ -13,7 +13,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from estimator.core._state import State
 from estimator.core._typing import PyTree
 from estimator.runtime._jax_settings import debugging, settings_of_this_thread
-from estimator.runtime._shared_programs import compile_shared, signature
+from estimator.runtime._shared_programs import compile_shared
 from estimator.runtime._uninterrupted import compile_first
 
 C = TypeVar("C")
@@ -82,7 +82,7 @@ class Program:
                 return program(*args)
             except (TypeError, ValueError):
                 # Before it runs, a compiled program refuses arguments that are not like those it was compiled for.
-                if self._compiled.get((signature(args), key[1])) is program:
+                if self._compiled.get((_signature(args), key[1])) is program:
                     raise
         return self._program_for(args, key)(*args)
 
@@ -90,13 +90,13 @@ class Program:
         # If the caller traces this program in its own, it is compiled as a part of that one.
         if not self._jit or debugging() or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
             return self._run
-        kind = signature(args), key[1]
+        kind = _signature(args), key[1]
         if kind not in self._compiled:
             traced = self._run.trace(*args)
             if len(traced.jaxpr.jaxpr.invars) != len(jax.tree.leaves(args)):
                 return self._run  # a tracer has escaped and is one more argument, which jax refuses in the call
             apart = _with_numbers_apart(traced) if self._numbers_apart else None
-            self._compiled[kind] = apart or compile_shared(traced, args) or self._run
+            self._compiled[kind] = apart or compile_shared(traced, kind[0]) or self._run
             if self._compiled[kind] is self._run:
                 compile_first(self._run, *args)
         self._newest[key] = self._compiled[kind]
@@ -106,6 +106,24 @@ class Program:
     def trace(self, *args: Any) -> jax.stages.Traced:
         """The program for such arguments; `jax.ShapeDtypeStruct`s will do."""
         return self._run.trace(*args)
+
+
+def _signature(args: tuple[Any, ...]) -> Hashable:
+    """Equal for arguments that one compiled program takes."""
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple((jax.typeof(x), _place(x)) for x in leaves)
+
+
+def abstract_argument(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """An array without its values, for which jax lowers the program that it lowers for the array."""
+    kind = jax.typeof(x)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=_place(x), weak_type=kind.weak_type)
+
+
+def _place(x: Any) -> Any:
+    if isinstance(x, jax.core.Tracer):
+        return jax.core.Tracer
+    return getattr(x, "format", x.sharding) if getattr(x, "committed", False) else None
 
 
 def _with_numbers_apart(traced: jax.stages.Traced) -> Callable[..., Any] | None:

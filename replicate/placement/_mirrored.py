@@ -64,8 +64,6 @@ class MirroredPlacement(MeshPlacement):
         self.towers_per_process = len(devices) // processes
 
     def from_processes(self, batch: Tree, stacked: bool = False) -> Tree:
-        if not self.spans_processes:
-            return batch
         axes = (None, TOWER_AXIS) if stacked else (TOWER_AXIS,)
         rows = {x.shape[len(axes) - 1] for x in jax.tree.leaves(batch) if not _is_global(x)}
         if any(n % self.towers_per_process for n in rows):
