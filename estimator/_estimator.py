@@ -198,8 +198,7 @@ class Estimator:
                 f"Can not provide both steps and max_steps; got steps={steps} and max_steps={max_steps}. "
                 "`steps` counts from now on, `max_steps` from the first step of all."
             )
-        check_steps("steps", steps)
-        check_steps("max_steps", max_steps)
+        check_steps("Estimator.train", steps=steps, max_steps=max_steps)
         own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
         check_not_forked("train")
         keep_standard_streams_open()
@@ -240,7 +239,7 @@ class Estimator:
           ValueError: the input_fn gives no batch, `steps` is not positive, the path is not a checkpoint, or
             the checkpoint does not fit the model_fn.
         """
-        check_steps("steps", steps)
+        check_steps("Estimator.evaluate", steps=steps)
         own_hooks = checked_hooks("hooks", hooks)
         check_not_forked("evaluate")
         check_eval_dir(self.model_dir, name)
@@ -262,7 +261,7 @@ class Estimator:
         name: str | None = None,
     ) -> dict[str, Any]:
         """Evaluates a state in memory, such as `context.state` in a hook, instead of a checkpoint."""
-        check_steps("steps", steps)
+        check_steps("Estimator.evaluate_state", steps=steps)
         check_not_forked("evaluate_state")
         check_eval_dir(self.model_dir, name)
         own_hooks = checked_hooks("hooks", hooks)

@@ -97,7 +97,7 @@ def train_and_evaluate(
     if not isinstance(train_spec, TrainSpec):
         raise TypeError(f"`train_spec` must have type `est.TrainSpec`, given: {train_spec!r}.")
     specs = _by_name(eval_spec)
-    check_steps("eval_every_steps", eval_every_steps)
+    check_steps("train_and_evaluate", eval_every_steps=eval_every_steps)
     for name in specs:
         check_eval_dir(estimator.model_dir, name)
     stoppers = [hook for hook in train_spec.hooks if isinstance(hook, EarlyStoppingHook)]

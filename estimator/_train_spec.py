@@ -36,7 +36,7 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         _check_input_fn(self.input_fn)
-        check_steps("max_steps", self.max_steps)
+        check_steps("TrainSpec", max_steps=self.max_steps)
         # The class is frozen. Any iterable is allowed, and becomes a checked tuple.
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))
         object.__setattr__(self, "saving_listeners", checked_listeners(self.saving_listeners))
@@ -79,8 +79,7 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         _check_input_fn(self.input_fn)
-        check_steps("steps", self.steps)
-        check_steps("eval_every_steps", self.eval_every_steps)
+        check_steps("EvalSpec", steps=self.steps, eval_every_steps=self.eval_every_steps)
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(f"`name` must be string, given: {self.name!r}.")
         for field in ("start_delay_secs", "throttle_secs"):

@@ -24,16 +24,11 @@ def check_intervals(caller: str, **given: float | None) -> None:
             raise ValueError(f"{name} of {caller} must be a positive {wanted}; got {value!r}.")
 
 
-def check_steps(name: str, value: Any) -> None:
-    """Raises an error unless `value` is None or a positive integer, of any library."""
-    if value is None:
-        return
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"`{name}` must be an int or None, given: {value!r} of type {type(value).__name__}.") from None
-    if number <= 0:
-        raise ValueError(f"Must specify {name} > 0, given: {value}.")
+def check_steps(caller: str, **given: Any) -> None:
+    """Raises an error unless each number of steps is a positive integer or None."""
+    for name, value in given.items():
+        if value is not None and as_int(caller, name, value) <= 0:
+            raise ValueError(f"Must specify {name} > 0, given: {value}.")
 
 
 def as_int(caller: str, name: str, value: Any) -> int:

@@ -69,8 +69,11 @@ class Placement:
     towers_per_process = 1
 
     def from_processes(self, batch: Tree, stacked: bool = False) -> Tree:
-        """The batch of all processes, given the rows of this one; `stacked`: several batches, `[steps, rows, ...]`."""
-        raise NotImplementedError  # only placements that span processes are asked
+        """The batch of all processes, given the rows of this one; `stacked`: several batches, `[steps, rows, ...]`.
+
+        Called only if the placement `spans_processes`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} spans processes, but has no `from_processes`. Define it.")
 
     def whole_in_each(self, tree: Tree) -> Tree:
         """Arrays of a program that each process is to be able to read."""

@@ -65,13 +65,13 @@ class _LimitWatch:
     def _watch(self) -> None:
         # Steps that take less than this are too short to matter for the limit.
         period = self._limits.shortest() / _LOOKS
-        before, looked_at, slowest_step, news = self._progress.moment, time.monotonic(), 0.0, NEWS.count
+        phase, since = before = self._progress.moment
+        looked_at, slowest_step, news = time.monotonic(), 0.0, NEWS.count
         while not self._is_closed:
             moment, now = self._progress.moment, time.monotonic()
-            if moment is not before and before[0] == "step":
-                slowest_step = max(slowest_step, looked_at - before[1])
-            before, looked_at = moment, now
-            phase, since = moment
+            if moment is not before and phase == "step":
+                slowest_step = max(slowest_step, looked_at - since)
+            before, looked_at, (phase, since) = moment, now, moment
             limit = self._limits.secs(phase, slowest_step)
             if now - since >= limit:
                 self._end(f"the limit of phase {phase!r}, {limit:g} s, has passed")
