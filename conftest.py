@@ -54,10 +54,12 @@ pytest.register_assert_rewrite("testing")
 
 from testing import compiled  # noqa: E402
 
+pytest_plugins = ["testing.runs.selection", "testing.runs.seconds"]
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-NEEDED_BY_DOCTESTS = {  # by module, a library that the extra `dev` leaves out
+NEEDED_BY_DOCTESTS = {  # by module, a library that the extra `test` leaves out
     "estimator/inputs/_csv.py": "pandas",
     "estimator/inputs/_pandas.py": "pandas",
     "estimator/integrations/_mlflow.py": "mlflow",

@@ -42,12 +42,12 @@ def lines(x: str, y: str, panels: dict) -> dict:
     return {"kind": "lines", "x": x, "y": y, "panels": panels}
 
 
-def bars(panels: list[dict], columns: int, pale: list[str]) -> dict:
+def bars(panels: list[dict], pale: list[str]) -> dict:
     """A plot of panels `{"title", "label", "values"}`: the values by name are numbers, or the least and the greatest.
 
     The first name and those in `pale` have colors of their own.
     """
-    return {"kind": "bars", "panels": panels, "columns": columns, "pale": pale}
+    return {"kind": "bars", "panels": panels, "pale": pale}
 
 
 def benchmark() -> pathlib.Path:
@@ -206,25 +206,25 @@ def draw_lines(figure_class: type, plot: dict) -> object:
 
 
 def draw_bars(figure_class: type, plot: dict) -> object:
-    panels, columns = plot["panels"], plot["columns"]
-    names = list(dict.fromkeys(name for panel in panels for name in panel["values"]))
-    names = [name for name in names if name not in plot["pale"]] + plot["pale"]
-    rows = -(-len(panels) // columns)
-    figure = figure_class(figsize=(2.6 + 2.2 * columns, rows * (1.0 + 0.26 * len(names))), layout="constrained")
-    for axis, panel in zip(figure.subplots(rows, columns, sharey=True, squeeze=False).flat, panels, strict=True):
-        values = panel["values"]
-        for i, name in enumerate(names):
-            if name not in values:
-                continue
-            least, most = values[name] if isinstance(values[name], list) else [values[name]] * 2
-            axis.barh(i, (least + most) / 2, 0.7, color="C7" if name in plot["pale"] else "C1" if i == 0 else "C0")
+    panels = plot["panels"]
+    rows = [len(panel["values"]) for panel in panels]
+    # Narrow, so that a phone shows its words in nearly their size.
+    figure = figure_class(figsize=(4.8, 0.21 * sum(rows) + 0.62 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(panels), height_ratios=rows, squeeze=False).flat
+    for axis, (i, panel) in zip(axes, enumerate(panels), strict=True):
+        spans = {name: each if isinstance(each, list) else [each, each] for name, each in panel["values"].items()}
+        for j, (name, (least, most)) in enumerate(spans.items()):
+            middle = (least + most) / 2
+            axis.barh(j, middle, 0.7, color="C7" if name in plot["pale"] else "C0" if j else "C1")
             text = shown(float(least)) + (f" to {shown(float(most))}" if most != least else "")
-            axis.annotate(text, ((least + most) / 2, i), (3, 0), textcoords="offset points", va="center", fontsize=8)
-        axis.set_yticks(range(len(names)), names)
-        axis.set(ylim=(len(names) - 0.5, -0.5), xlabel=panel["label"], title=panel["title"])
-        axis.set_xlim(0, 1.4 * max(max(each) if isinstance(each, list) else each for each in values.values()))
-        axis.locator_params(axis="x", nbins=3)
+            axis.annotate(text, (middle, j), (3, 0), textcoords="offset points", va="center", fontsize=9)
+        axis.set_yticks(range(len(spans)), spans)
+        axis.set_ylim(rows[i] - 0.5, -0.5)
+        axis.set_title(f"{panel['title']}: {panel['label']}", loc="right", fontsize=10)
+        axis.set_xlim(0, 1.35 * max(most for _, most in spans.values()))
+        axis.set_xticks([])
         axis.tick_params(axis="y", length=0)
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
     return figure
 
 

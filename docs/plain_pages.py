@@ -25,7 +25,8 @@ WEIGHTS = {  # in the search, by the beginning of a path: how-to pages come befo
     "reference/index.md": 0.5,
     "examples/": 0.2,
     "how_to/": 2.0,
-    "tensorflow_names.md": 3.0,
+    "tensorflow_names.md": 2.5,
+    "from_caffe2.md": 0.5,
     "troubleshooting.md": 2.0,
     "reference/": 1.5,
 }

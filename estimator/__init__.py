@@ -101,7 +101,6 @@ __all__ = [
     "RunConfig",
     "SecondOrStepTimer",
     "SetLearningRateHook",
-    "StalledError",
     "State",
     "StepCounterHook",
     "StepReport",
@@ -142,6 +141,7 @@ __all__ = [
     "init_from_checkpoint",
     "input_context",
     "inputs",
+    "io",
     "layers",
     "lazy",
     "learning_rates",
@@ -189,6 +189,7 @@ if TYPE_CHECKING:
         feature_column,
         hooks,
         inputs,
+        io,
         layers,
         losses,
         metrics,
@@ -253,7 +254,6 @@ if TYPE_CHECKING:
         ProfilerHook,
         SecondOrStepTimer,
         SetLearningRateHook,
-        StalledError,
         StepCounterHook,
         StopAtSecsHook,
         StopAtStepHook,
@@ -264,8 +264,8 @@ if TYPE_CHECKING:
     from estimator.interop._flax import flax_module
     from estimator.loop._memory_report import MemoryReport, MemoryUse, memory_report
     from estimator.losses import Reduction
-    from estimator.multihost._lost_process import ProcessLostError
     from estimator.multihost._replica_check import ReplicaMismatchError
+    from estimator.multihost._supervisor import ProcessLostError
     from estimator.sparse._embedding_sparse import embedding_lookup_sparse
     from estimator.steps._remat import checkpoint_segments
     from estimator.steps._sync_variables import sync_variables
@@ -304,14 +304,14 @@ else:
             ),
             "hooks": (
                 "CheckpointSaverHook CheckpointSaverListener FinalOpsHook Hook InMemoryEvaluatorHook "
-                "LoggingTensorHook NanTensorHook ProfilerHook SecondOrStepTimer SetLearningRateHook StalledError "
+                "LoggingTensorHook NanTensorHook ProfilerHook SecondOrStepTimer SetLearningRateHook "
                 "StepCounterHook StopAtSecsHook StopAtStepHook SummarySaverHook WatchdogHook"
             ),
             "integrations._optuna": "OptunaPruningHook",
             "interop._flax": "flax_module",
             "loop._memory_report": "MemoryReport MemoryUse memory_report",
             "losses": "Reduction",
-            "multihost._lost_process": "ProcessLostError",
+            "multihost._supervisor": "ProcessLostError",
             "multihost._replica_check": "ReplicaMismatchError",
             "sparse._embedding_sparse": "embedding_lookup_sparse",
             "steps._remat": "checkpoint_segments",
@@ -319,7 +319,7 @@ else:
             "summary._history": "read_eval_metrics read_history",
             "summary._plot": "plot_history",
             "variables._vocab_info": "VocabInfo",
-            **dict.fromkeys("experimental export feature_column inputs layers metrics nn".split(), ""),
+            **dict.fromkeys("experimental export feature_column inputs io layers metrics nn".split(), ""),
             **dict.fromkeys("regularizers summary trackers train".split(), ""),
         },
     )

@@ -36,7 +36,7 @@ def needs_params(model_fn: ModelFn) -> bool:
 
 
 def writer_of(format: object) -> Callable[..., None] | None:
-    """The function that writes a format of `export_model` beside the programs of jax; None: there is nothing more.
+    """The function that writes a format of `export_model` beside the programs of jax, or None if there is none.
 
     Raises:
       ValueError: the format is unknown.

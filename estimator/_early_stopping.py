@@ -4,24 +4,68 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from absl import logging
 
 from estimator._estimator import Estimator
 from estimator._runs import eval_dir
-from estimator.checkpoint._checkpoint import Checkpoint
-from estimator.checkpoint._checkpoints import Checkpoints, take_values
+from estimator.checkpoint._checkpoint import Checkpoint, name_of
+from estimator.checkpoint._checkpoints import take_values
+from estimator.checkpoint._model_dir import list_sound
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._timer import SecondOrStepTimer
-from estimator.multihost._preemption import SIGTERM
+from estimator.multihost._preemption import SIGNALS
 from estimator.storage._files import exists
 from estimator.summary._history import HISTORY, read_history
 
-_History = list[tuple[int, float]]  # steps and values of a metric
-_Rule = Callable[[_History], str | None]  # why to stop, if so
+History = list[tuple[int, float]]  # steps and values of a metric
+_VERBS = {1: "decrease", -1: "increase"}  # what is good, by the sign of a rule
+
+
+class Rule(NamedTuple):
+    """A condition on the evaluations of a metric that ends training: a value beyond a threshold, or no value that is
+    better, by `min_delta`, for some steps or evaluations."""
+
+    metric: str
+    sign: int = 1  # -1 if large values are good
+    threshold: float | None = None
+    max_steps: int | None = None
+    max_evals: int | None = None
+    min_delta: float = 0.0
+
+    def check_patience(self, caller: str) -> Rule:
+        verb = _VERBS[self.sign]
+        if self.max_steps is None and self.max_evals is None:
+            raise ValueError(f"{caller} needs max_steps_without_{verb} or max_evals_without_{verb}; got None for both.")
+        for unit, limit in (("steps", self.max_steps), ("evals", self.max_evals)):
+            if limit is not None and limit <= 0:
+                raise ValueError(f"Must specify max_{unit}_without_{verb} > 0 for {caller}, given: {limit!r}.")
+        if not self.min_delta >= 0:  # NaN is refused, too
+            raise ValueError(f"Must specify min_delta >= 0 for {caller}, given: {self.min_delta!r}.")
+        return self
+
+    def find_reason(self, history: History) -> str | None:
+        """Finds the reason why to stop; None if there is none."""
+        # While all values are NaN, steps are counted from the first evaluation.
+        best, best_step, evals = math.nan, history[0][0] if history else 0, 0
+        for step, value in history:
+            if self.threshold is not None and self.sign * value < self.sign * self.threshold:
+                side = "lower" if self.sign > 0 else "higher"
+                return f"was {value:.6g}, {side} than {self.threshold}, at step {step}."
+            # Comparisons with NaN are false, so that the first number needs its own condition.
+            first = math.isnan(best) and not math.isnan(value)
+            if first or self.sign * value < self.sign * best - self.min_delta:
+                best, best_step, evals = value, step, 0
+            else:
+                evals += 1
+            steps = step - best_step
+            if steps >= (self.max_steps or math.inf) or evals >= (self.max_evals or math.inf):
+                past = f"{evals} evaluations and {steps} steps; it was {best:.6g} at step {best_step}."
+                return f"had no {_VERBS[self.sign]} in {past}"
+        return None
 
 
 class EarlyStoppingHook(Hook):
@@ -32,6 +76,7 @@ class EarlyStoppingHook(Hook):
     """
 
     stop_reason = "early stopping"
+    restores_best = False
 
     def __init__(
         self,
@@ -46,7 +91,6 @@ class EarlyStoppingHook(Hook):
         secs = run_every_secs if run_every_steps is None else None
         check_intervals(caller, run_every_secs=secs, run_every_steps=run_every_steps)
         self.caller = caller
-        self.restores_best = False
         self._should_stop_fn = should_stop_fn
         self._timer = SecondOrStepTimer(secs, run_every_steps)
 
@@ -85,44 +129,39 @@ class MetricHook(EarlyStoppingHook):
     from a run that was killed, and are repeated.
 
     Args:
-      model_dir: of the Estimator that it is for; None: of the one that trains.
+      model_dir: of the Estimator that it is for; if None, of the one that trains.
       rule: says why to stop.
-      sign: 1: small is good; -1: large is.
+      restores_best: whether the last state will be the best one.
 
     Attributes:
       eval_dir: where the evaluations are recorded, if the user has said so.
       connected_dir: where they are otherwise, in the `train_and_evaluate` that runs.
-      restores_best: whether the last state will be the best one.
     """
 
     def __init__(
         self,
         caller: str,
         model_dir: str | None,
-        metric_name: str,
-        rule: _Rule,
+        rule: Rule,
         eval_dir: str | os.PathLike[str] | None,
         min_steps: int,
         run_every_secs: float | None,
         run_every_steps: int | None,
-        sign: int = 1,
-        restore_best: bool = False,
+        restores_best: bool = False,
     ) -> None:
         super().__init__(caller, self._should_stop, run_every_secs, run_every_steps)
-        if not isinstance(metric_name, str):
-            raise TypeError(f"`metric_name` of {caller} must be a string, given: {metric_name!r}.")
+        if not isinstance(rule.metric, str):
+            raise TypeError(f"`metric_name` of {caller} must be a string, given: {rule.metric!r}.")
         if min_steps < 0:
             raise ValueError(f"Must specify min_steps >= 0 for {caller}, given: {min_steps!r}.")
         self.eval_dir = None if eval_dir is None else os.fspath(eval_dir)
         self.connected_dir: str | None = None
-        self.restores_best = restore_best
-        self._metric_name = metric_name
+        self.restores_best = restores_best
         self._rule = rule
         self._min_steps = min_steps
-        self._sign = sign
         self._model_dir = model_dir
-        # So that before a run, or where `train` makes no step, all recorded values count.
-        self._start, self._time = math.inf, 0.0  # where this run resumes, and when it began
+        # The times of the rows that do not count, by step: before a run, or where `train` makes no step, all count.
+        self._lost: dict[int, float] = {}
         self._reported: set[int] = set()
 
     def after_create_state(self, context: Context) -> None:
@@ -132,14 +171,23 @@ class MetricHook(EarlyStoppingHook):
                 f"{self.caller} was made for the Estimator of {self._model_dir}, "
                 f"but trains the one of {context.model_dir}."
             )
+        # A run that was killed after its last checkpoint may have evaluated steps that this run repeats: their rows are
+        # of a state that does not exist any more, until they are written again. Another process may write them, on a
+        # host whose clock differs, so times are only compared for equality.
+        self._lost = {row["step"]: row["time"] for row in self._rows() if row["step"] > context.global_step}
         # A resumed run may have to stop at once, because of evaluations of the run before.
-        # The wall clock, as in the rows: another process may have written some of them.
-        self._start, self._time = context.global_step, time.time()
         self._look(context)
 
     def end(self, context: Context) -> None:
-        # After SIGTERM the run continues elsewhere, from its last state.
-        if context.error is None and context.stop_reason != SIGTERM and self.restores_best:
+        if context.error is None and not self._rows():
+            logging.warning(
+                "%s has seen no evaluation in %s, and stops nothing. `est.train_and_evaluate` makes evaluations, and "
+                "so does an `est.InMemoryEvaluatorHook`; for one with a name give `eval_dir=estimator.eval_dir(name)`.",
+                self.caller,
+                self._dir(),
+            )
+        # After a signal another run continues, from its last state.
+        if context.error is None and context.stop_reason not in SIGNALS and self.restores_best:
             path = context.save()
             if path is not None and context.agreed(lambda: self.restore_best(path)):
                 context.note_restored()
@@ -147,14 +195,14 @@ class MetricHook(EarlyStoppingHook):
     def restore_best(self, path: str) -> bool:
         if not self.restores_best:
             return False
-        last = _step(path)
+        last = Checkpoint(path).named_step
         values = dict(self._history(last))
         best = self._best_step(values)
         # If the last state is as good as the best, it is kept, since it was trained longer.
         if best is None or values.get(last) == values[best] or Checkpoint(path).restored_from == best:
             return False
-        source = os.path.join(str(self._model_dir), f"ckpt-{best}")
-        if last not in values or source not in self._checkpoints().paths():
+        source = Checkpoint(os.path.join(str(self._model_dir), name_of(best)))
+        if last not in values or source not in list_sound(str(self._model_dir)):
             logging.warning(
                 "%s restores nothing: the best evaluation is of step %d, but %s. It has to look right after each "
                 "evaluation, also the last state's: use `train_and_evaluate`.",
@@ -163,66 +211,62 @@ class MetricHook(EarlyStoppingHook):
                 "its state was not saved" if last in values else f"the last state, of step {last}, was not evaluated",
             )
             return False
-        logging.info("Restoring the variables of step %d, the best by %r.", best, self._metric_name)
+        logging.info("Restoring the variables of step %d, the best by %r.", best, self._rule.metric)
         logging.warning(
             "The optimizers' slots go back to step %d as well, and Adam's count and schedules of optax in them; "
             "global_step stays %d, and so do schedules that read it.",
             best,
             last,
         )
-        take_values(path, source)
+        take_values(path, source.path)
         return True
 
     def _look(self, context: Context) -> None:
         super()._look(context)
-        if self.restores_best and context.agreed(lambda: self._is_best(context.global_step)):
+        if self.restores_best and context.agreed(lambda: self._best_step(dict(self._history())) == context.global_step):
             path = context.save()  # a later run resumes from here, or later, so it needs no other
             context.agreed(lambda: self._pin(path))
 
-    def _is_best(self, step: int) -> bool:
-        return self._best_step(dict(self._history())) == step
-
     def _pin(self, path: str | None) -> None:
-        checkpoints = self._checkpoints()
-        for pinned in checkpoints.pinned_paths():
-            if pinned != path:
-                Checkpoint(pinned).unpin()
-        if path is not None:
-            checkpoints.pin(path)
-
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(str(self._model_dir))
+        for each in list_sound(str(self._model_dir)):
+            if each.path == path:
+                each.pin()
+            elif each.is_pinned():
+                each.unpin()
 
     def _should_stop(self) -> bool:
-        reason = self._rule(self._history())
+        reason = self._find_reason(self._history())
         if reason is not None:
-            logging.info("%s: %r %s", self.caller, self._metric_name, reason)
+            logging.info("%s: %r %s", self.caller, self._rule.metric, reason)
         return reason is not None
+
+    def _find_reason(self, history: History) -> str | None:
+        return self._rule.find_reason(history)
 
     def _best_step(self, values: dict[int, float]) -> int | None:
         numbers = [step for step, value in values.items() if not math.isnan(value)]
         # The earliest of equal values.
-        return min(numbers, key=lambda step: (self._sign * values[step], step), default=None)
+        return min(numbers, key=lambda step: (self._rule.sign * values[step], step), default=None)
 
-    def _history(self, last_step: float = math.inf) -> _History:
+    def _history(self, last_step: float = math.inf) -> History:
         """The values up to a step, by step."""
-        if not exists(os.path.join(self._dir(), HISTORY)):
-            return []
-        # A run that was killed after its last checkpoint may have evaluated steps that this run repeats: their rows are
-        # of a state that does not exist any more.
-        valid = [row for row in read_history(self._dir()) if row["step"] <= self._start or row["time"] >= self._time]
+        name = self._rule.metric
+        valid = [row for row in self._rows() if self._lost.get(row["step"]) != row["time"]]
         rows = [row for row in valid if self._min_steps <= row["step"] <= last_step]
-        if rows and self._metric_name not in rows[-1]:
+        if rows and name not in rows[-1]:
             raise ValueError(
-                f"{self.caller} got metric_name={self._metric_name!r}, but the evaluation of step {rows[-1]['step']} "
+                f"{self.caller} got metric_name={name!r}, but the evaluation of step {rows[-1]['step']} "
                 f"in {self._dir()} has {sorted(rows[-1].keys() - {'step', 'time'})}. Name one of these."
             )
-        history = [(row["step"], row[self._metric_name]) for row in rows if self._metric_name in row]
+        history = [(row["step"], row[name]) for row in rows if name in row]
         for step, value in history:
             if math.isnan(value) and step not in self._reported:
                 self._reported.add(step)
-                logging.warning("%s: %r is NaN at step %d, no improvement.", self.caller, self._metric_name, step)
+                logging.warning("%s: %r is NaN at step %d, no improvement.", self.caller, name, step)
         return history
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return read_history(self._dir()) if exists(os.path.join(self._dir(), HISTORY)) else []
 
     def _dir(self) -> str:
         return self.eval_dir or self.connected_dir or eval_dir(str(self._model_dir), None)
@@ -291,9 +335,8 @@ def stop_if_higher_hook(
       TypeError: `estimator` is not an Estimator, or `metric_name` not a string.
       ValueError: `min_steps` is negative, or there is no valid period.
     """
-    caller, rule = "stop_if_higher_hook", _threshold_rule(lambda value: value > threshold, f"higher than {threshold}")
-    args = (eval_dir, min_steps, run_every_secs, run_every_steps)
-    return MetricHook(caller, _model_dir(caller, estimator), metric_name, rule, *args)
+    caller, rule = "stop_if_higher_hook", Rule(metric_name, -1, threshold)
+    return MetricHook(caller, _model_dir(caller, estimator), rule, eval_dir, min_steps, run_every_secs, run_every_steps)
 
 
 def stop_if_lower_hook(
@@ -313,9 +356,8 @@ def stop_if_lower_hook(
 
     Args and errors are as for `stop_if_higher_hook`.
     """
-    caller, rule = "stop_if_lower_hook", _threshold_rule(lambda value: value < threshold, f"lower than {threshold}")
-    args = (eval_dir, min_steps, run_every_secs, run_every_steps)
-    return MetricHook(caller, _model_dir(caller, estimator), metric_name, rule, *args)
+    caller, rule = "stop_if_lower_hook", Rule(metric_name, 1, threshold)
+    return MetricHook(caller, _model_dir(caller, estimator), rule, eval_dir, min_steps, run_every_secs, run_every_steps)
 
 
 def stop_if_no_increase_hook(
@@ -339,10 +381,9 @@ def stop_if_no_increase_hook(
 
     Args and errors are as for `stop_if_no_decrease_hook`.
     """
-    caller, limits = "stop_if_no_increase_hook", (max_steps_without_increase, max_evals_without_increase)
-    rule = _patience_rule(caller, "increase", -1, limits, min_delta)
-    args = (eval_dir, min_steps, run_every_secs, run_every_steps, -1, restore_best)
-    return MetricHook(caller, _model_dir(caller, estimator), metric_name, rule, *args)
+    caller, args = "stop_if_no_increase_hook", (eval_dir, min_steps, run_every_secs, run_every_steps, restore_best)
+    rule = Rule(metric_name, -1, None, max_steps_without_increase, max_evals_without_increase, min_delta)
+    return MetricHook(caller, _model_dir(caller, estimator), rule.check_patience(caller), *args)
 
 
 def stop_if_no_decrease_hook(
@@ -362,7 +403,7 @@ def stop_if_no_decrease_hook(
 
     A run that is started again, after it was killed or had ended, resumes the count.
 
-    With `restore_best`, a run that ends without an error or SIGTERM has the variables and optimizer slots of the best
+    With `restore_best`, a run that ends without an error or signal has the variables and optimizer slots of the best
     evaluation: the last checkpoint has these, and `evaluate`, `predict`, exports and later training start from them.
     The number of steps still counts all steps made, while counts in slots (Adam's, and schedules of optax) go back with
     them. Until then the best has a checkpoint, which is not removed. `train_and_evaluate` writes the evaluation of the
@@ -386,10 +427,9 @@ def stop_if_no_decrease_hook(
       ValueError: there is no limit, or one is not positive; `min_steps` or `min_delta` is negative; there is no valid
         period.
     """
-    caller, limits = "stop_if_no_decrease_hook", (max_steps_without_decrease, max_evals_without_decrease)
-    rule = _patience_rule(caller, "decrease", 1, limits, min_delta)
-    args = (eval_dir, min_steps, run_every_secs, run_every_steps, 1, restore_best)
-    return MetricHook(caller, _model_dir(caller, estimator), metric_name, rule, *args)
+    caller, args = "stop_if_no_decrease_hook", (eval_dir, min_steps, run_every_secs, run_every_steps, restore_best)
+    rule = Rule(metric_name, 1, None, max_steps_without_decrease, max_evals_without_decrease, min_delta)
+    return MetricHook(caller, _model_dir(caller, estimator), rule.check_patience(caller), *args)
 
 
 def _model_dir(caller: str, estimator: object) -> str:
@@ -397,47 +437,3 @@ def _model_dir(caller: str, estimator: object) -> str:
     if not isinstance(estimator, Estimator):
         raise TypeError(f"`estimator` of {caller} must have type `est.Estimator`, given: {estimator!r}.")
     return estimator.model_dir
-
-
-def _threshold_rule(is_beyond: Callable[[float], bool], shown: str) -> _Rule:
-    def rule(history: _History) -> str | None:
-        for step, value in history:
-            if is_beyond(value):
-                return f"was {value:.6g}, {shown}, at step {step}."
-        return None
-
-    return rule
-
-
-def _patience_rule(caller: str, verb: str, sign: int, limits: tuple[int | None, int | None], min_delta: float) -> _Rule:
-    """Stops when nothing was better, by `min_delta`, for N steps or evaluations. Sign 1: small is good."""
-    max_steps, max_evals = limits
-    if max_steps is None and max_evals is None:
-        raise ValueError(f"{caller} needs max_steps_without_{verb} or max_evals_without_{verb}; got None for both.")
-    for unit, limit in (("steps", max_steps), ("evals", max_evals)):
-        if limit is not None and limit <= 0:
-            raise ValueError(f"Must specify max_{unit}_without_{verb} > 0 for {caller}, given: {limit!r}.")
-    if not min_delta >= 0:  # NaN is refused, too
-        raise ValueError(f"Must specify min_delta >= 0 for {caller}, given: {min_delta!r}.")
-
-    def rule(history: _History) -> str | None:
-        # While all values are NaN, steps are counted from the first evaluation.
-        best, best_step, evals = math.nan, history[0][0] if history else 0, 0
-        for step, value in history:
-            # Comparisons with NaN are false, so that the first number needs its own condition.
-            first = math.isnan(best) and not math.isnan(value)
-            if first or sign * value < sign * best - min_delta:
-                best, best_step, evals = value, step, 0
-            else:
-                evals += 1
-            steps = step - best_step
-            if (max_steps is not None and steps >= max_steps) or (max_evals is not None and evals >= max_evals):
-                return f"had no {verb} in {evals} evaluations and {steps} steps; it was {best:.6g} at step {best_step}."
-        return None
-
-    return rule
-
-
-def _step(path: str) -> int:
-    """The step of a checkpoint by its name."""
-    return int(path.rpartition("-")[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from absl import logging
 
 from estimator._arguments import chosen_dir, needs_params, writer_of
 from estimator._runs import InputFn, Runs, check_eval_dir, eval_dir
+from estimator._strategy import replicate_by
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._model_dir import training_in
 from estimator.core._argument_checks import check_steps
@@ -27,20 +29,22 @@ from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_l
 from estimator.inputs._input_fn import call_input_fn
 from estimator.loop._predict import checked_keys, single_examples
 from estimator.multihost._collective_call import collective_call, run_on_chief
+from estimator.multihost._preemption import ends_by_signals
 from estimator.multihost._process_group import SingleProcess
 from estimator.optim._learning_rate import find_saved_rates
 from estimator.porting._missing_names import check_tpu_arguments, missing_attribute
 from estimator.runtime._compilation_cache import use_compilation_cache
 from estimator.runtime._fork import check_not_forked
-from estimator.runtime._interrupts import note_interrupts
+from estimator.runtime._jax_settings import each_without_mesh_and_guard, without_mesh_and_guard
 from estimator.runtime._log_lines import show_log_lines
 from estimator.runtime._standard_streams import keep_standard_streams_open
+from estimator.runtime._table import ShownAsTable, Table
 
 if TYPE_CHECKING:
     from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 
 
-class Estimator:
+class Estimator(ShownAsTable):
     """Trains, evaluates and predicts with a model_fn; everything it knows is in its `model_dir`.
 
     A second Estimator on the same directory continues with the same model. Compiled programs, and the variables of the
@@ -111,7 +115,8 @@ class Estimator:
             show_log_lines()
         # A copy, as in TensorFlow: what the caller changes later must not reach a model_fn that is traced once more.
         self._params = copy.deepcopy({} if params is None else params)
-        self._model_fn = model_fn
+        self._given_model_fn = model_fn
+        self._model_fn = replicate_by(self._config, model_fn, self._params)
         self._public_model_fn = with_params(model_fn, self._params)
         settings = None
         if warm_start_from is not None:
@@ -120,7 +125,7 @@ class Estimator:
             settings = as_settings(warm_start_from)
         if self._config.compilation_cache_dir is not None:
             use_compilation_cache(self._config.compilation_cache_dir)
-        self._runs = Runs(model_fn, self._params, self._config, settings)
+        self._runs = Runs(self._model_fn, self._params, self._config, settings)
         if params is None and needs_params(model_fn):
             logging.warning("The model_fn has a params argument, but params are not passed to Estimator.")
         logging.info("Using config: %s", self._config)
@@ -129,6 +134,18 @@ class Estimator:
 
         def __getattr__(self, name: str) -> Any:
             raise missing_attribute(self, "Estimator", name)
+
+    def _table(self) -> Table:
+        path = self.latest_checkpoint()
+        default, config = (vars(each) for each in (RunConfig(model_dir=self.model_dir), self._config))
+        rows = [
+            ("model_fn", getattr(self._given_model_fn, "__name__", type(self._given_model_fn).__name__)),
+            ("model_dir", self.model_dir),
+            ("newest checkpoint", "none yet" if path is None else f"step {Checkpoint(path).step}"),
+            ("params", reprlib.repr(self._params)),
+            *((f"config.{name}", reprlib.repr(value)) for name, value in config.items() if value != default[name]),
+        ]
+        return Table([(type(self).__name__, ""), *rows], "<<")
 
     @property
     def model_dir(self) -> str:
@@ -159,6 +176,7 @@ class Estimator:
         """The report of the last warm start of this Estimator; None if it made none."""
         return self._runs.states.warm_start_report
 
+    @without_mesh_and_guard()
     def train(
         self,
         input_fn: InputFn,
@@ -192,6 +210,8 @@ class Estimator:
           NonFiniteGradientError: a gradient was inf or NaN, with on_nan="raise". Nothing of that is saved.
           RuntimeError: a checkpoint could not be written; the newest one stays.
           ReplicaMismatchError: copies of a variable differ, where `RunConfig(check_replicas_every=...)` looks for it.
+          KeyboardInterrupt: at Ctrl-C, once the steps that have begun are saved; at a second one, at once.
+          Preempted: at SIGTERM, or after `est.request_stop()`, in the same way.
         """
         if steps is not None and max_steps is not None:
             raise ValueError(
@@ -202,15 +222,17 @@ class Estimator:
         own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
         check_not_forked("train")
         keep_standard_streams_open()
-        # The lock is taken within the collective call: where process 0 does not get it, all processes raise.
+        # Signals are handled before the lock is taken, that is within the collective call: where process 0 does not get
+        # it, all processes raise.
         with (
-            note_interrupts(),
+            ends_by_signals() as running,
             collective_call(f"train(steps={steps}, max_steps={max_steps})", self._config.limits) as group,
             training_in(self.model_dir, self._config.is_chief),
         ):
-            self._runs.train(input_fn, own_hooks, listeners, steps, max_steps, group)
+            self._runs.train(input_fn, own_hooks, listeners, steps, max_steps, group, running)
         return self
 
+    @without_mesh_and_guard()
     def evaluate(
         self,
         input_fn: InputFn,
@@ -223,7 +245,7 @@ class Estimator:
 
         Args:
           input_fn: gives the batches; of any size, the last one too.
-          steps: how many batches to take at most; None: all.
+          steps: how many batches to take at most; all if None.
           hooks: `est.Hook`s, called around the batches, before the EstimatorSpec's `evaluation_hooks`.
           checkpoint_path: which checkpoint to evaluate; default: the newest. If there is none, the initial values are
             evaluated, as in TensorFlow, with a warning; with "latest" this is an error.
@@ -245,13 +267,18 @@ class Estimator:
         check_eval_dir(self.model_dir, name)
         keep_standard_streams_open()
         call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
-        with note_interrupts(), collective_call(call, self._config.limits) as group, contextlib.ExitStack() as stack:
+        with (
+            ends_by_signals() as running,
+            collective_call(call, self._config.limits) as group,
+            contextlib.ExitStack() as stack,
+        ):
             stack.enter_context(self._runs.stopwatch.part("evaluation"))
-            path = self._runs.lookup.find(checkpoint_path, group)
+            path = self._runs.states.find(checkpoint_path, group)
             if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(Checkpoint(path).hold())
-            return self._runs.evaluate(path, checkpoint_path, input_fn, steps, own_hooks, name, group)
+            return self._runs.evaluate(path, checkpoint_path, input_fn, steps, own_hooks, name, group, running)
 
+    @without_mesh_and_guard()
     def evaluate_state(
         self,
         state: State,
@@ -266,10 +293,11 @@ class Estimator:
         check_eval_dir(self.model_dir, name)
         own_hooks = checked_hooks("hooks", hooks)
         with (
+            ends_by_signals() as running,
             collective_call(f"evaluate_state(steps={steps}, name={name!r})", self._config.limits) as group,
             self._runs.stopwatch.part("evaluation"),
         ):
-            return self._runs.evaluate(state, None, input_fn, steps, own_hooks, name, group)
+            return self._runs.evaluate(state, None, input_fn, steps, own_hooks, name, group, running)
 
     def predict(
         self,
@@ -303,10 +331,11 @@ class Estimator:
         keys, own_hooks = checked_keys(predict_keys), checked_hooks("hooks", hooks)
         check_not_forked("predict")
         # Each process predicts for itself, and agrees with no other on the checkpoint.
-        path = self._runs.lookup.find(checkpoint_path, SingleProcess())
-        predictions = self._runs.predict(input_fn, keys, own_hooks, path, checkpoint_path)
+        path = self._runs.states.find(checkpoint_path, SingleProcess())
+        predictions = each_without_mesh_and_guard(self._runs.predict(input_fn, keys, own_hooks, path, checkpoint_path))
         return single_examples(predictions) if yield_single_examples else predictions
 
+    @without_mesh_and_guard()
     def export_model(
         self,
         export_dir_base: str | os.PathLike[str],
@@ -324,7 +353,7 @@ class Estimator:
         As in TensorFlow, the folder is called by the time in seconds, and appears under this name when it is whole.
         It holds a program for each entry of `export_outputs`, made by `jax.export` for one device and batches of any
         size, the weights, a `metadata.json`, checksums, which `est.load_exported` looks at, and a `README.md` with the
-        few lines that load it by jax and numpy alone. jax reads programs for at least six months after they were
+        few lines that load it by only jax and numpy. jax reads programs for at least six months after they were
         exported; keep the checkpoint too. Of several processes all call it, process 0 writes, and all get the path.
         Random keys are as in `predict`, the same ones for every batch.
 
@@ -359,9 +388,9 @@ class Estimator:
 
         def export() -> str:
             # A group of one: only process 0 is here, and would wait for the others for ever.
-            alone, lookup = SingleProcess(), self._runs.lookup
-            path = self.latest_checkpoint() if checkpoint_path is None else lookup.find(checkpoint_path, alone)
-            if path is None and self._runs.states.settings is None:
+            alone, states = SingleProcess(), self._runs.states
+            path = self.latest_checkpoint() if checkpoint_path is None else states.find(checkpoint_path, alone)
+            if path is None and states.settings is None:
                 raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
             state = self._runs.read_for_export(options.features, path, checkpoint_path)
             call = bind(self._model_fn, self.params, self._config)
@@ -379,7 +408,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint.
         """
-        return self._runs.lookup.read_newest(Checkpoint.names)
+        return self._runs.states.read_newest(Checkpoint.names)
 
     def get_variable_value(self, name: str | Sequence[str]) -> np.ndarray | dict[str, np.ndarray]:
         """The value of a variable, or slot, in the newest checkpoint; or several of them.
@@ -394,7 +423,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or nothing in it has such a name.
         """
-        values = self._runs.lookup.read_newest(
+        values = self._runs.states.read_newest(
             lambda newest: newest.read_all([name] if isinstance(name, str) else name)
         )
         return values[name] if isinstance(name, str) and name in values else values
@@ -408,7 +437,7 @@ class Estimator:
             values = newest.read_all(list(arrays.values()))
             return {name: float(np.ravel(values[array])[0]) for name, array in arrays.items()}
 
-        return self._runs.lookup.read_newest(read)
+        return self._runs.states.read_newest(read)
 
     def eval_dir(self, name: str | None = None) -> str:
         """The directory of the evaluation `name`: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without a name."""

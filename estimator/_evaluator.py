@@ -16,8 +16,9 @@ from estimator._train_spec import EvalSpec
 from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
 from estimator.checkpoint._checkpoints_iterator import poll_secs, sleep
 from estimator.checkpoint._model_dir import list_sound
-from estimator.storage._files import exists, is_url, lock_if_possible, read, write
-from estimator.storage._manifest import DamagedCheckpointError
+from estimator.storage._files import is_url, lock_if_possible, write
+from estimator.storage._sealed_folder import DamagedError
+from estimator.storage._small_files import read_or_set_aside
 from estimator.summary._history import read_eval_metrics
 
 _LOCK_FILE = "evaluator.lock"
@@ -110,7 +111,7 @@ class _Evaluator:
         except NotACheckpointError:
             logging.info("%s was removed before it was evaluated.", todo[chosen].path)
             return True
-        except DamagedCheckpointError as error:
+        except DamagedError as error:
             # In a store, a file that is written while it is read looks like damage: it gets a second try.
             if is_url(self._dir) and self._damaged != chosen:
                 self._damaged = chosen
@@ -123,7 +124,7 @@ class _Evaluator:
         spec, estimator = self._spec, self._estimator
         # Held until it is exported, too: training removes checkpoints meanwhile.
         with checkpoint.hold():
-            # Where it is known only after the evaluation that training has ended here, exporters alone are called.
+            # Where it is known only after the evaluation that training has ended here, only exporters are called.
             if again or self.metrics.get("global_step") != checkpoint.step:
                 self._not_before = time.monotonic() + spec.throttle_secs
                 self.metrics = estimator.evaluate(spec.input_fn, spec.steps, spec.hooks, checkpoint.path, self._name)
@@ -139,10 +140,17 @@ class _Evaluator:
             ]
 
     def _read_done(self, newest: Checkpoint) -> _Done:
-        path = os.path.join(self._dir, _DONE_FILE)
-        done = _Done(**json.loads(read(path))) if exists(path) else _Done(-1, False)
+        done = read_or_set_aside(os.path.join(self._dir, _DONE_FILE), _parse_done, "All is evaluated again.")
         # Training has begun again from an earlier step than was evaluated, or from the first.
-        return done if done.step <= newest.step else _Done(-1, False)
+        return done if done is not None and done.step <= newest.step else _Done(-1, False)
+
+
+def _parse_done(text: bytes) -> _Done:
+    match json.loads(text):
+        case {"step": int(step), "is_final": bool(is_final)}:
+            return _Done(step, is_final)
+        case other:
+            raise ValueError(f"it is {other!r:.50}")
 
 
 @contextlib.contextmanager

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 
 from estimator.checkpoint._checkpoint import Checkpoint
-from estimator.checkpoint._model_dir import find_newest
-from estimator.runtime._table import align
+from estimator.checkpoint._newest import newest_readable
+from estimator.runtime._table import ShownAsTable, Table, show_time
 from estimator.storage._files import expand, normalize
 
 
@@ -17,7 +16,7 @@ class NoTimesError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Goodput:
+class Goodput(ShownAsTable):
     """The seconds of each process, from the start of the first run to a checkpoint; printed, a table of their shares.
 
     Attributes:
@@ -45,14 +44,16 @@ class Goodput:
         """The share of the time in which steps were made that last: "host" and "device" together."""
         return self.shares["host"] + self.shares["device"]
 
-    def __str__(self) -> str:
-        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.start))
-        head = f"{self.seconds:,.1f} s from {began} to the checkpoint of step {self.step}: goodput {self.goodput:.1%}"
+    def _table(self) -> Table:
+        head = (
+            f"{self.seconds:,.1f} s from {show_time(self.start)} to the checkpoint of step {self.step}: goodput "
+            f"{self.goodput:.1%}"
+        )
         rows = [
             (str(i), *(f"{seconds / self.seconds:.1%}" for seconds in row.values())) for i, row in enumerate(self.rows)
         ]
         titles = ("process", *self.rows[0])
-        return "\n".join([head, *align([titles, *rows], ">" * len(titles))])
+        return Table([titles, *rows], ">" * len(titles), above=(head,))
 
 
 def goodput(model_dir: str | os.PathLike[str]) -> Goodput:
@@ -82,7 +83,7 @@ def goodput(model_dir: str | os.PathLike[str]) -> Goodput:
       ValueError: the checkpoint was not saved by `train`, and has no times.
     """
     path = normalize(expand(model_dir))
-    checkpoint = Checkpoint(path) if Checkpoint(path).exists() else find_newest(path)
+    checkpoint = Checkpoint(path) if Checkpoint(path).exists() else newest_readable(path, Checkpoint.check_sound)
     if checkpoint is None:
         raise FileNotFoundError(f"There is no checkpoint in {os.fspath(model_dir)!r}, where `est.goodput` looks.")
     step, host = checkpoint.progress()
@@ -91,7 +92,8 @@ def goodput(model_dir: str | os.PathLike[str]) -> Goodput:
             f"`est.goodput` reads what `train` notes in its checkpoints; {checkpoint.path} has no times. It was saved "
             "before this was noted, or not by `train`; a further run of `train` notes them."
         )
-    seconds = host["time"]["now"] - host["time"]["start"]
-    # Never negative: clocks of a machine may be set while it runs.
-    rows = tuple({**row, "other": max(0.0, seconds - sum(row.values()))} for row in host["time"]["seconds"])
+    spent = [sum(row.values()) for row in host["time"]["seconds"]]
+    # The wall clock may have been set back meanwhile.
+    seconds = max(host["time"]["now"] - host["time"]["start"], *spent)
+    rows = tuple({**row, "other": seconds - sum(row.values())} for row in host["time"]["seconds"])
     return Goodput(step, host["time"]["start"], seconds, rows)

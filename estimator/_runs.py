@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import logging
 
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
-from estimator.checkpoint._lookup import CheckpointLookup
-from estimator.checkpoint._restore import StateSource, read_averages, take_part
+from estimator.checkpoint._restore import StateSource, take_part
+from estimator.core._batch import rows_of
 from estimator.core._hook import Hook, as_hooks
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
@@ -30,11 +30,13 @@ from estimator.loop._evaluate import EvalSteps, evaluate_batches
 from estimator.loop._predict import PredictSteps, predict_batches
 from estimator.loop._programs import Programs
 from estimator.loop._resume_input import resume_input
+from estimator.loop._start_lines import StartLines
 from estimator.loop._stopwatch import Stopwatch
 from estimator.loop._synchronized_input import first_batch
-from estimator.loop._train import Training
-from estimator.multihost._preemption import ends_by_sigterm, raise_at_sigterm
+from estimator.loop._train import NO_STEPS, Training
+from estimator.multihost._preemption import Call, ends_by_signals
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
+from estimator.steps._pure_steps import variables_in
 from estimator.steps._transform import transform
 from estimator.storage._files import is_url
 
@@ -78,7 +80,6 @@ class Runs:
     Attributes:
       checkpoints: in the model_dir.
       states: where the state of a run comes from.
-      lookup: which checkpoint it comes from.
       stopwatch: measures training and evaluations, and stands still between them.
     """
 
@@ -95,12 +96,11 @@ class Runs:
         )
         self._resumes = True  # a run of another process, or one that failed: with its position in the input
         self._programs: Programs | None = None  # made for the first batch
-        self._compiled: set[ModeKeys] = set()
+        self._lines = StartLines()
         self.stopwatch = Stopwatch()
         self.eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
-        self.states = StateSource(config.seed, warm_start_from)
-        self.lookup = CheckpointLookup(self._model_dir, self.checkpoints, self.states)
+        self.states = StateSource(self._model_dir, self.checkpoints, config.seed, warm_start_from)
 
     def train(
         self,
@@ -110,6 +110,7 @@ class Runs:
         steps: int | None,
         max_steps: int | None,
         group: ProcessGroup,
+        call: Call,
     ) -> None:
         """Trains from the newest checkpoint on."""
         # Each step needs the result of the one before. The checkpoint says whether there is anything to do, before
@@ -123,6 +124,7 @@ class Runs:
             self.stopwatch.resume(start.host.get("time"), group.index)
         with self.stopwatch.part("input"):
             opened = self._open_input(input_fn, start, group)
+        call.raise_if_asked()
         if opened is None:
             return
         with self.stopwatch.part("compilation"):
@@ -130,30 +132,28 @@ class Runs:
         if training is None:
             return
         with self.stopwatch.part("host"):
-            state = self._run(training, opened, start)
+            state = self._run(training, opened, start, call)
         self._remember(training, state)
 
     def _locate(self, group: ProcessGroup) -> _Start:
-        path = self.lookup.find_newest(group, writes=True)
+        path = self.states.find_newest(group, writes=True)
         return _Start(None, 0, {}) if path is None else _Start(path, *Checkpoint(path).progress())
 
     def _open_input(self, input_fn: InputFn, start: _Start, group: ProcessGroup) -> _OpenInput | None:
         """The input at its position; None if it has no batch."""
         group.progress.enter("input")
-        # The first batch may take long, and nothing has begun that a SIGTERM would have to end in order.
-        with raise_at_sigterm():
+        rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
+        if self._resumes and start.path is not None:
+            skipped = resume_input(rest, start.path, start.host, self._config)
+        first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
+        # The run before has made all its steps with the last batch of the input: this one begins the next pass.
+        if first is None and skipped and Checkpoint(str(start.path)).is_end("steps"):
             rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
-            if self._resumes and start.path is not None:
-                skipped = resume_input(rest, start.path, start.host, self._config)
             first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
-            # The run before has made all its steps with the last batch of the input: this one begins the next pass.
-            if first is None and skipped and Checkpoint(str(start.path)).is_end("steps"):
-                rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
-                first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
         if first is not None:
             return _OpenInput(rest, first, skipped)
         if start.path is None or not skipped:
-            logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
+            logging.warning(NO_STEPS)
             return None
         logging.warning(
             "Training made no steps: %s is of the end of the input. The next training run begins it again.", start.path
@@ -175,12 +175,14 @@ class Runs:
         group: ProcessGroup,
     ) -> Training | None:
         """The run; None if a warm start has reached `max_steps` already."""
-        self._log_compiling(ModeKeys.TRAIN)
+        self._lines.say_compiling(ModeKeys.TRAIN)
         group.progress.enter("begin")
         rest, first = opened.rest, opened.first
         if self._programs is None:
             self._programs = Programs(self._model, *first)
         info = self._programs.info
+        self._lines.say_where(ModeKeys.TRAIN, info, rows_of(*first))
+        self._lines.say_resuming(start.step, start.host.get("towers"), info.placement.towers)
         rest.place(info.placement)
         first = rest.peek() or first
         group.set_placement(info.placement)
@@ -218,15 +220,18 @@ class Runs:
             self.stopwatch,
         )
 
-    def _run(self, training: Training, opened: _OpenInput, start: _Start) -> State:
+    def _run(self, training: Training, opened: _OpenInput, start: _Start, call: Call) -> State:
         if start.path is not None and self._config.is_chief:
             Checkpoint(start.path).note_training_start()
         try:
-            # Hooks end inside, where they save the last state; after that `ends_by_sigterm` raises `Preempted`.
-            with ends_by_sigterm(training.context), _hook_calls.around(training.hooks, training.context):
-                training.context.track(self._config, self._params)
+            call.begin(training)
+            with _hook_calls.around(training.hooks, training):
+                training.track(self._config, self._params)
                 _hook_calls.set_states(training.hooks, start.host.get("hooks", {}))
-                return training.run(opened.rest)
+                state = training.run(opened.rest)
+            # Hooks have saved the last state in their `end`.
+            call.raise_if_asked(training.describe_end())
+            return state
         except BaseException:
             # The newest checkpoint has a position of this run, or, without a save, of an earlier one.
             self._resumes = self._resumes or training.saver.step > start.step
@@ -236,14 +241,13 @@ class Runs:
         """Keeps the state in memory, and notes where the next training run begins its input."""
         # A further `train` of this object begins with the first batch of its input_fn, as in TensorFlow.
         self._resumes = False
-        context = training.context
         if training.saver.path and self._config.is_chief:
             Checkpoint(training.saver.path).note_training_end()
-        if training.saver.path and training.saver.step == context.global_step:
+        if training.saver.path and training.saver.step == training.global_step:
             if self._config.is_chief:
-                Checkpoint(training.saver.path).note_end(context.stop_reason)
+                Checkpoint(training.saver.path).note_end(training.stop_reason)
             # After `restore_best` the checkpoint has the values of an earlier step, and the state in memory has not.
-            if not context.restored:
+            if not training.restored:
                 self.states.keep(training.saver.path, state)
 
     def evaluate(
@@ -255,20 +259,21 @@ class Runs:
         hooks: tuple[Hook, ...],
         name: str | None,
         group: ProcessGroup,
+        call: Call,
     ) -> dict[str, Any]:
-        """The metrics over an input, of a state in memory or saved at a path; None: of initial values."""
+        """The metrics over an input, of a state in memory or saved at a path; if None, of initial values."""
         group.progress.enter("input")
-        with raise_at_sigterm():
-            rest = self._batches(input_fn, ModeKeys.EVAL)
-            first = first_batch(group, rest.peek(), ModeKeys.EVAL)
+        rest = self._batches(input_fn, ModeKeys.EVAL)
+        first = first_batch(group, rest.peek(), ModeKeys.EVAL)
         if first is None:
             raise ValueError(
                 "`evaluate` got no batch from input_fn. Check that it starts again at each call; a generator made "
                 "outside of input_fn is empty the second time."
             )
-        self._log_compiling(ModeKeys.EVAL)
+        self._lines.say_compiling(ModeKeys.EVAL)
         context = RunContext(ModeKeys.EVAL, self._model_dir, group=group, verbose=self._config.verbose)
         info = self._model.info(*first, mode=ModeKeys.EVAL)
+        self._lines.say_where(ModeKeys.EVAL, info, rows_of(*first))
         rest.place(info.placement)
         # The peeked batch has moved to the devices; a process without one keeps the zeros of `first_batch`.
         first = rest.peek() or first
@@ -277,11 +282,12 @@ class Runs:
         hooks = as_hooks((*hooks, *info.hooks[1]))
         group.set_placement(info.placement)
         hooks = hooks_for_process(group, hooks)
-        with ends_by_sigterm(context), _hook_calls.around(hooks, context):
+        call.begin(context)
+        with _hook_calls.around(hooks, context):
             # The shapes of variables may depend on the first batch.
             if not isinstance(source, State):
                 init = functools.partial(self._model.init, features=first[0], labels=first[1], mode=ModeKeys.EVAL)
-                state, path = self.lookup.read_state(ModeKeys.EVAL, source, checkpoint_path, group, info, init)
+                state, path = self.states.read_state(ModeKeys.EVAL, source, checkpoint_path, group, info, init)
             else:
                 state, path = take_part(source, info.placed_state), None
             context.set_readonly_state(state)
@@ -293,6 +299,7 @@ class Runs:
             # Before the hooks end, which find it in their `end`.
             context.metrics = results
             write_evaluation(context, path)
+        call.raise_if_asked()
         shown = ", ".join(
             f"{key} = {value:.6g}" if isinstance(value, float) else f"{key} = {value}"
             for key, value in sorted(results.items())
@@ -307,39 +314,34 @@ class Runs:
         hooks: tuple[Hook, ...],
         path: str | None,
         checkpoint_path: str | None,
-    ) -> Iterator[PyTree]:
+    ) -> Generator[PyTree, None, None]:
         """The predictions of each batch, of the state saved at `path`."""
-        with raise_at_sigterm():
+        with ends_by_signals() as call:
             rest = self._batches(input_fn, ModeKeys.PREDICT)
             first = rest.peek()
-        if first is None:
-            return
-        self._log_compiling(ModeKeys.PREDICT)
-        context = RunContext(ModeKeys.PREDICT, self._model_dir, verbose=self._config.verbose)
-        info = self._model.info(first[0], mode=ModeKeys.PREDICT)
-        rest.place(info.placement)
-        features, _ = rest.peek() or first
-        context.set_model_info(info)
-        hooks = as_hooks((*hooks, *info.hooks[1]))
-        with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            init = functools.partial(self._model.init, features=features, mode=ModeKeys.PREDICT)
-            state, _ = self.lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), info, init)
-            context.set_readonly_state(state)
-            yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)
+            if first is None:
+                return
+            self._lines.say_compiling(ModeKeys.PREDICT)
+            context = RunContext(ModeKeys.PREDICT, self._model_dir, verbose=self._config.verbose)
+            info = self._model.info(first[0], mode=ModeKeys.PREDICT)
+            self._lines.say_where(ModeKeys.PREDICT, info, rows_of(first[0]))
+            rest.place(info.placement)
+            features, _ = rest.peek() or first
+            context.set_model_info(info)
+            hooks = as_hooks((*hooks, *info.hooks[1]))
+            call.begin(context)
+            with _hook_calls.around(hooks, context):
+                init = functools.partial(self._model.init, features=features, mode=ModeKeys.PREDICT)
+                state, _ = self.states.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), info, init)
+                context.set_readonly_state(state)
+                yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)
 
     def read_for_export(self, features: Features, path: str | None, checkpoint_path: str | None) -> State:
         """The state saved at `path`, with the values of variables that an export has."""
         info = self._model.info(features, mode=ModeKeys.PREDICT)
         init = functools.partial(self._model.init, features=features, mode=ModeKeys.PREDICT)
-        state, _ = self.lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), info, init)
-        return read_averages(state, info)
-
-    def _log_compiling(self, mode: ModeKeys) -> None:
-        """Says once that the first batch of a mode takes longer: on some machines a minute."""
-        if mode not in self._compiled:
-            self._compiled.add(mode)
-            name = mode.name.lower()  # "predict", as the method is called; the mode's value is TensorFlow's "infer"
-            logging.info("Calling model_fn in mode %r and compiling it; the first batch takes longer.", name)
+        state, _ = self.states.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), info, init)
+        return state._replace(variables=variables_in(ModeKeys.PREDICT, info, state.variables))
 
     def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
         return batches(call_input_fn(input_fn, mode, copy.deepcopy(self._params), self._config))

@@ -20,8 +20,8 @@ from estimator.loop._flops import count_flops
 from estimator.loop._memory_report import MemoryUse, memory_use
 from estimator.loop._predict import PredictSteps
 from estimator.loop._programs import Programs
-from estimator.runtime._table import align, show_bytes
-from estimator.steps._compiled_steps import carry_of
+from estimator.runtime._table import ShownAsTable, Table, show_bytes
+from estimator.steps._step_loops import carry_of
 from estimator.steps._transform import Model, transform
 
 
@@ -49,7 +49,7 @@ class VariableSummary:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSummary:
+class ModelSummary(ShownAsTable):
     """Variables of a model, and the work and the memory of a step; printed, a table of them by scope, with totals.
 
     Attributes:
@@ -82,22 +82,19 @@ class ModelSummary:
         """The bytes of one copy of all variables."""
         return sum(row.bytes for row in self.rows)
 
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         lines: list[tuple[str, ...]] = [("variable", "shape", "dtype", "elements", "bytes", "trainable")]
         for scope, rows in itertools.groupby(self.rows, _scope):
             lines += _lines_of_scope(scope, list(rows))
-        table = list(align(lines, "<<<>><"))
         name = self.mode.name.lower()
-        ends = [
-            "-" * max(map(len, table)),
-            f"{self.size:,} elements, {show_bytes(self.bytes)}, of which trainable: {self.trainable_size:,}",
-            f"slots of optimizers: {show_bytes(self.slot_bytes)}",
-        ]
         if self.flops is None or self.memory is None:
-            return "\n".join([*table, *ends, f"a step of {name!r} is several programs: no FLOPs, no memory"])
-        memory = ", ".join(f"{field} {show_bytes(size)}" for field, size in self.memory._asdict().items())
-        ends.append(f"a step of {name!r} on each device: {self.flops:.4g} FLOPs; memory: {memory}")
-        return "\n".join([*table, *ends])
+            step = f"a step of {name!r} is several programs: no FLOPs, no memory"
+        else:
+            memory = ", ".join(f"{field} {show_bytes(size)}" for field, size in self.memory._asdict().items())
+            step = f"a step of {name!r} on each device: {self.flops:.4g} FLOPs; memory: {memory}"
+        totals = f"{self.size:,} elements, {show_bytes(self.bytes)}, of which trainable: {self.trainable_size:,}"
+        slots = f"slots of optimizers: {show_bytes(self.slot_bytes)}"
+        return Table(lines, "<<<>><", below=(totals, slots, step))
 
 
 def _scope(row: VariableSummary) -> str:

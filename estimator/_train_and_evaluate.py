@@ -21,7 +21,7 @@ from estimator.core._argument_checks import check_steps
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
 from estimator.multihost._collective_call import run_on_chief
-from estimator.multihost._preemption import SIGTERM
+from estimator.multihost._preemption import SIGNALS
 from estimator.multihost._tf_config import EVALUATOR, TRAINER, read_role
 from estimator.summary._history import read_eval_metrics
 
@@ -47,7 +47,7 @@ def train_and_evaluate(
     With an evaluator, training does not wait for evaluations. It is a process of its own, which makes the same call,
     with `role="evaluator"`, on the same model_dir, while the others have `role="trainer"` and evaluate nothing. It
     evaluates each checkpoint, the first included, oldest first, exports, and returns when training has ended: at
-    `max_steps`, or when a training run has ended in another way, but not by SIGTERM or an error. Checkpoints that
+    `max_steps`, or when a training run has ended in another way, but not by a signal or an error. Checkpoints that
     training removes before their turn are left out. Started again, it continues where it was. Early stopping hooks of
     the trainers read its results every `run_every_secs` or `run_every_steps`. Several evaluators share the EvalSpecs,
     one at a time for each; in a store, which has no locks, give each evaluator its own EvalSpecs.
@@ -76,9 +76,9 @@ def train_and_evaluate(
       train_spec: how to train.
       eval_spec: how to evaluate; or several, in a list or by name, each with its own name.
       eval_every_steps: at which multiples of global steps to evaluate; an EvalSpec may say otherwise for itself.
-        None: at checkpoints.
-      role: "evaluator" or "trainer", as above. None: as TF_CONFIG says, if its task is an evaluator, or its cluster has
-        one; otherwise this call does both. A process whose task is the evaluator is one, also with "trainer".
+        If None, at checkpoints.
+      role: "evaluator" or "trainer", as above. If None, as TF_CONFIG says if its task is an evaluator or its cluster
+        has one; otherwise this call does both. A process whose task is the evaluator is one, also with "trainer".
 
     Returns:
       What `evaluate` returns for the last state, and the list of what its exporters returned: the path of an export, of
@@ -163,7 +163,7 @@ def _choose_role(role: str | None) -> str | None:
             f"process; given: {role!r}."
         )
     detected = read_role(os.environ.get("TF_CONFIG"))
-    # A script gives all its processes one role; TF_CONFIG, which Kubeflow's TFJob writes, names the evaluator alone.
+    # A script gives all its processes one role; TF_CONFIG, which Kubeflow's TFJob writes, names only the evaluator.
     return EVALUATOR if detected == EVALUATOR else role or detected
 
 
@@ -197,7 +197,7 @@ class _Evaluation(Hook):
     """The evaluations of one EvalSpec.
 
     Args:
-      every_steps: at which multiples of steps to evaluate; None: `_AtCheckpoints` says when.
+      every_steps: at which multiples of steps to evaluate; if None, `_AtCheckpoints` says when.
       max_steps: the step that is evaluated at the end.
       stoppers: are called after every evaluation.
     """
@@ -254,7 +254,7 @@ class _Evaluation(Hook):
         return self._started is not None and time.monotonic() < self._started + self._spec.throttle_secs
 
     def end(self, context: Context) -> None:
-        if context.error is None and context.stop_reason != SIGTERM:
+        if context.error is None and context.stop_reason not in SIGNALS:
             # Also where no hook saves checkpoints: what comes after the run reads the last state from one.
             context.save()
             if not self._is_of(context):
@@ -293,7 +293,7 @@ class _Evaluation(Hook):
             self.metrics = self._estimator.evaluate_state(state, spec.input_fn, spec.steps, spec.hooks, name)
 
     def _is_of(self, context: Context) -> bool:
-        """Says whether the last evaluation was of the present state."""
+        """Returns whether the last evaluation was of the present state."""
         return self.metrics.get("global_step") == context.global_step and not context.found_nan
 
     def export(self, save: Callable[[], str | None], is_final: bool) -> list[str | None]:

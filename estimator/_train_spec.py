@@ -20,7 +20,7 @@ class TrainSpec:
 
     Args:
       input_fn: gives the training batches.
-      max_steps: the global step at which to stop. None: train until the input ends, or a hook stops it.
+      max_steps: the global step at which to stop. If None, trains until the input ends, or a hook stops it.
       hooks: `est.Hook`s, around the steps.
       saving_listeners: `est.CheckpointSaverListener`s; they are called before the evaluation of a checkpoint.
 
@@ -50,7 +50,7 @@ class EvalSpec:
 
     Args:
       input_fn: gives the batches, from the beginning for each evaluation.
-      steps: how many of them to take; None: all.
+      steps: how many of them to take; all if None.
       name: of the evaluation, where there are several; it goes into `Estimator.eval_dir(name)`.
       hooks: `est.Hook`s, around the batches.
       exporters: an `est.Exporter`, or several.

@@ -90,7 +90,7 @@ def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = No
 
     Args:
       estimator: the Estimator to start from; it stays as it is.
-      keys: the feature, or the list of features, to forward; None: all.
+      keys: the feature, or the list of features, to forward; all if None.
 
     Raises:
       TypeError: `estimator` or `keys` is of another kind.

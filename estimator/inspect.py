@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import time
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -23,11 +23,12 @@ import numpy as np
 
 from estimator._goodput import NoTimesError, goodput
 from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
-from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints, find_newest
+from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints
 from estimator.checkpoint._named_arrays import ShapeDtype, describe
+from estimator.checkpoint._newest import newest_readable
 from estimator.runtime._table import align, show_bytes
 from estimator.storage._files import expand, normalize
-from estimator.storage._manifest import DamagedCheckpointError, has_manifest
+from estimator.storage._sealed_folder import DamagedError
 
 _BYTES_AT_A_TIME = 2**28
 
@@ -73,12 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif args.time:
             print(goodput(args.model_dir))
         elif args.variables or one:
-            checkpoint = Checkpoint(one) if one else find_newest(model_dir)
+            checkpoint = Checkpoint(one) if one else newest_readable(model_dir, Checkpoint.check_sound)
             assert checkpoint is not None
             _print_lines(_variables(checkpoint))
         else:
-            _print_lines(_list(infos))
-    except (FileNotFoundError, NotACheckpointError, DamagedCheckpointError, NoTimesError) as error:
+            print(infos)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`, which has read enough: nothing more is written, not at the exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (FileNotFoundError, NotACheckpointError, DamagedError, NoTimesError) as error:
         raise SystemExit(str(error)) from None
 
 
@@ -95,25 +99,15 @@ def _find_step(infos: Sequence[CheckpointInfo], step: int) -> Checkpoint:
     raise FileNotFoundError(f"There is no checkpoint of step {step}; there are checkpoints of steps {steps}.")
 
 
-def _list(infos: Sequence[CheckpointInfo]) -> Iterator[str]:
-    rows = [
-        (str(each.step), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time)), show_bytes(each.bytes))
-        + (", ".join(["pinned"] * each.pinned + [f"damaged: {each.damage}"] * (each.damage is not None)),)
-        for each in infos
-    ]
-    return align([("step", "time", "size", ""), *rows], ">>><")
-
-
 def _verify(infos: Sequence[CheckpointInfo]) -> None:
     damages = []
     for each in infos:
         try:
-            has_sums = has_manifest(each.path)
-            Checkpoint(each.path).check_sound()
-            Checkpoint(each.path).verify()
+            has_sums = Checkpoint(each.path).is_sealed()
+            Checkpoint(each.path).verify().names()
         except NotACheckpointError:  # it was removed meanwhile
             continue
-        except DamagedCheckpointError as error:
+        except DamagedError as error:
             damages.append(each.path)
             print(f"{each.path}: damaged: {error.reason}")
         else:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from estimator.core._argument_checks import widen
 from estimator.core._typing import PyTree
 
 __all__ = ["l1", "l1_l2", "l2"]
@@ -39,6 +40,8 @@ def l2(scale: float) -> Regularizer:
 def l1_l2(scale_l1: float = 1.0, scale_l2: float = 1.0) -> Regularizer:
     """The sum of both, as `tf.contrib.layers.l1_l2_regularizer`. The value may be a pytree of arrays.
 
+    Sums are taken in float32 at least.
+
     >>> print(l1_l2(0.5, 0.5)(jnp.array([-1.0, 3.0])))
     4.5
 
@@ -50,7 +53,7 @@ def l1_l2(scale_l1: float = 1.0, scale_l2: float = 1.0) -> Regularizer:
 
     def regularize(value: PyTree) -> jax.Array:
         terms = []
-        for leaf in jax.tree.leaves(value):
+        for leaf in map(widen, map(jnp.asarray, jax.tree.leaves(value))):
             # Left out for a scale of 0: zero times an infinite weight would be NaN.
             if scale_l1:
                 terms.append(scale_l1 * jnp.sum(jnp.abs(leaf)))

@@ -1,7 +1,7 @@
 """The types of what a model_fn and its state are made of."""
 
 from estimator.core._model_fn import ModelFn
-from estimator.core._placement import Read, Step
+from estimator.core._placement import Read, Step, Steps
 from estimator.core._typing import (
     Features,
     Forward,
@@ -27,6 +27,7 @@ __all__ = [
     "Shardings",
     "Slots",
     "Step",
+    "Steps",
     "Tree",
     "Variables",
 ]

@@ -101,7 +101,7 @@ def main(argv):
     classifier = est.Estimator(
         replicate_model_fn(model_fn),
         model_dir=FLAGS.model_dir,
-        config=est.RunConfig(seed=FLAGS.seed, steps_per_loop=FLAGS.steps_per_loop),
+        config=est.RunConfig(seed=FLAGS.seed, steps_per_loop=FLAGS.steps_per_loop, log_step_count_steps=100),
         params={"learning_rate": FLAGS.learning_rate},
     )
     classifier.train(train_input_fn, steps=FLAGS.steps)

@@ -42,7 +42,7 @@ def load():
     # as a pathologist would note it: strings, and nothing for every tenth tumour
     size = np.array(SIZES)[np.digitize(features["mean_radius"], [12, 16])]
     features["size"] = np.where(np.arange(len(size)) % 10 == 0, "", size)
-    labels = data.target[order].astype(np.int32)
+    labels = est.feature_column.encode_labels(np.array(CLASSES)[data.target[order]], CLASSES)
     split = [slice(NUM_TEST, None), slice(NUM_TEST)]
     return [({name: column[rows] for name, column in features.items()}, labels[rows]) for rows in split]
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from estimator.replication import initialize_distributed
 from estimator.replication import names_missing_in as _names_missing_in
 from replicate import cross_tower_ops
+from replicate._caffe2_names import NAMES as _CAFFE2_NAMES
 from replicate._replicate_model_fn import replicate_model_fn
+from replicate._strategies import (
+    CollectiveAllReduceStrategy,
+    MirroredStrategy,
+    OneDeviceStrategy,
+    ParameterServerStrategy,
+)
 from replicate.block_sync._block_sync import BlockSync, bmuf
 from replicate.explain import explain
 from replicate.placement._distribution import VariableDistribution
@@ -19,6 +26,10 @@ from replicate.towers._map import TOWER_AXIS, num_towers, tower_index
 __all__ = [
     "TOWER_AXIS",
     "BlockSync",
+    "CollectiveAllReduceStrategy",
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "TowerOptimizer",
     "VariableDistribution",
     "bmuf",
@@ -33,4 +44,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which would take any name for an attribute
-    __getattr__ = _names_missing_in(__name__)
+    __getattr__ = _names_missing_in(__name__, others=_CAFFE2_NAMES)

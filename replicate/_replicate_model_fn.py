@@ -23,6 +23,7 @@ from replicate.runner._runner import SyncRunner
 from replicate.runner._tower_transform import checked_transform
 from replicate.towers._devices import find_devices, in_towers_of, of_this_process
 from replicate.towers._map import in_towers
+from replicate.towers._split_batch import rows_of_tower
 
 
 class ReplicatedTwice(ValueError):
@@ -76,11 +77,12 @@ def replicate_model_fn(
       loss_reduction: how the model_fn's loss comes from the losses of the examples: SUM, or any of the means.
       devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all GPUs or TPU cores or, if
         there are none, all CPU devices; of several processes (`initialize_distributed`) the devices of all. Each
-        process then gives its own rows of every batch.
+        process then gives its own rows of every batch. `["gpu:0"] * 4` runs four towers on one device, by `jax.vmap`,
+        with the numbers of four devices, to test and debug; variables live on that device, whatever their distribution.
       variable_distribution: where the variables live, and where the gradients are summed.
       variable_device: the device of all variables, for SHARED_LOCAL_PARAMETER_SERVER. By default, as in TensorFlow, the
         tower's own device if there is one tower, else the first CPU device.
-      on_nan: what to do about a step in which the gradient of a tower holds an inf or a NaN. None: gradients are not
+      on_nan: what to do about a step in which the gradient of a tower holds an inf or a NaN. If None, gradients are not
         checked. "skip": the step changes neither variables nor slots, is counted in the state
         (`est.skipped_steps(state)`), and training continues. "raise": `est.NonFiniteGradientError` names the step, the
         tower and the variable; a `train_step` of `est.transform` then waits for its result, an Estimator checks as
@@ -113,7 +115,7 @@ def replicate_model_fn(
         `tower_transform` makes returns something else than the forward function.
     """
     transform = checked_transform(tower_transform)
-    towers = in_towers_of(devices_per_tower, find_devices(devices))
+    towers = in_towers_of(devices_per_tower, find_devices(devices, repeated=True))
     if Reduction(loss_reduction) == Reduction.NONE:
         raise ValueError(
             "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
@@ -126,7 +128,7 @@ def replicate_model_fn(
         placement = place(variable_distribution, devices, variable_device)
         make: Callable[..., Runner] = SyncRunner
         if block_sync is not None:
-            placement = LocalCopies(devices) if len(devices) > 1 else placement
+            placement = LocalCopies(devices, block_sync, Reduction(loss_reduction) != Reduction.SUM)
             make = functools.partial(BlockSyncRunner, block_sync=block_sync)
         return make(
             devices=devices,
@@ -144,20 +146,21 @@ def replicate_model_fn(
     def replicated_model_fn(
         features: Features, labels: Labels, mode: str, params: Any = None, config: Any = None
     ) -> EstimatorSpec:
-        # `explain` relies on this error to find out whether a model_fn is replicated.
-        if in_towers():
-            raise ReplicatedTwice("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
         caller = "a model_fn made by replicate_model_fn"
         run = ModelRun.begin(caller, model_fn, features, labels, mode, params, config)
         frame, mode = run.frame, ModeKeys(mode)
-        runner = here if mode == ModeKeys.PREDICT else everywhere
-        # What initializes has the rows of this process alone.
-        size = len(here.devices if frame.initializing else towers)
-        if mode == ModeKeys.TRAIN and run.rows % size:
-            raise ValueError(
-                f"Batch size {run.rows} needs to be divisible by the number of towers, which is {size}. "
-                "Drop the remainder in input_fn (`drop_remainder=True`), or choose another batch size."
+        trains = mode == ModeKeys.TRAIN and not frame.initializing and not frame.replica.forward_only
+        # `explain` relies on this error to find out whether a model_fn is replicated.
+        if in_towers() and not (trains and block_sync is not None):
+            raise ReplicatedTwice(
+                "`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once. "
+                "`RunConfig(train_distribute=...)` does so by itself."
             )
+        runner = here if mode == ModeKeys.PREDICT else everywhere
+        # What initializes has only the rows of this process.
+        size = len(here.devices if frame.initializing else towers)
+        if mode == ModeKeys.TRAIN and not in_towers():
+            rows_of_tower(run.rows, size)
         frame.placement = runner.placement
         if check and len(towers) > 1 and mode != ModeKeys.PREDICT and not runner.placement.spans_processes:
             frame.compared_on = jax.tree.leaves(towers)[0]
@@ -170,7 +173,7 @@ def replicate_model_fn(
 
         if frame.initializing:
             return runner.initialize(run)
-        if mode == ModeKeys.TRAIN and not frame.replica.forward_only:
+        if trains:
             return runner.train(run)
         if frame.replica.one_tower:
             runner = dataclasses.replace(runner, devices=towers[:1], placement=Placement())
@@ -204,7 +207,8 @@ def _checked_ops(
     given: CrossTowerOps | None, placement: Placement, devices: tuple[Any, ...], on_nan: str | None
 ) -> CrossTowerOps:
     if given is None:
-        return OneByOne() if placement.parts > 1 else choose_the_best(devices)
+        is_one_device = len(devices) > len(set(devices))
+        return OneByOne() if placement.parts > 1 or is_one_device else choose_the_best(devices)
     if not isinstance(given, CrossTowerOps):
         raise TypeError(
             'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got '

@@ -7,7 +7,7 @@ of output begin with the number of their process. GPUs are divided among the pro
 named, the others are ended, and with `--max-restarts` all start again: an Estimator resumes from its last checkpoint.
 Several hosts are the work of torchrun, SLURM or Kubeflow, whose variables `initialize_distributed()` reads too.
 
-It imports the standard library alone, and leaves the devices to the processes.
+It imports only the standard library, and leaves the devices to the processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Options:
     Attributes:
       command: without the interpreter, as after `python`.
       processes: how many.
-      devices_per_process: GPUs, or CPU devices where there is no GPU; None: GPUs are divided evenly.
+      devices_per_process: GPUs, or CPU devices where there is no GPU; if None, GPUs are divided evenly.
       max_restarts: how often all processes are started again after a failure.
       max_pause_secs: the pause before a restart doubles each time, from 1 second up to this.
     """
@@ -167,7 +167,7 @@ class Launcher:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # so that Ctrl-C reaches it from here alone, and all it starts can be ended
+            start_new_session=True,  # so that Ctrl-C reaches it only from here, and all it starts can be ended
         )
         self._children.append(child)
         # A thread for each stream: one that nobody reads fills its pipe, and then blocks the process.
@@ -200,7 +200,7 @@ class Launcher:
     def _send_all(self, number: int) -> None:
         for child in self._children:
             try:
-                # Other signals go to the process alone, which ends what it has started in its own order.
+                # Other signals go only to the process, which ends what it has started in its own order.
                 os.killpg(child.pid, number) if number == signal.SIGKILL else child.send_signal(number)
             except ProcessLookupError:
                 pass  # it has ended, and so has all that it started

@@ -61,7 +61,7 @@ class ReportHook(est.Hook):
     Args:
       every_steps: report at the multiples of this number of global steps.
       eval_dir: `estimator.eval_dir(name)`: reports the metrics that were last recorded there, as "eval/accuracy" and so
-        on. None: no metrics.
+        on. If None, there are no metrics.
 
     Raises:
       ValueError: `every_steps` is not positive.
@@ -91,7 +91,11 @@ class ReportHook(est.Hook):
 
     def end(self, context: est.hooks.Context) -> None:
         # A worker that has failed must not wait for the others here; all have the same reason to stop.
-        if context.error is None and context.stop_reason != "SIGTERM" and self._reported != context.global_step:
+        if (
+            context.error is None
+            and context.stop_reason not in ("SIGTERM", "SIGINT")
+            and self._reported != context.global_step
+        ):
             self._report(context.global_step)
 
     def _note_loss(self, context: est.hooks.Context, step: int, losses: np.ndarray) -> None:
@@ -153,4 +157,4 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError("replicate.ray needs Ray: pip install 'replicate-model-fn[ray]'.") from error
+        raise ImportError("replicate.ray needs Ray. Install it in your clone: pip install -e '.[ray]'.") from error

@@ -12,6 +12,7 @@ def conftest(pytestconfig):
     return pytestconfig.pluginmanager.get_plugin(str(pytestconfig.rootpath / "conftest.py"))
 
 
+@pytest.mark.slow
 def test_xla_knows_the_flags_of_the_versions_that_were_tried(conftest):
     assert not conftest.xla_knows("--xla_no_such_flag=1")
     assert conftest.xla_knows(conftest.HURRY) or conftest.JAXLIB > conftest.TRIED

@@ -1,5 +1,8 @@
 """Hooks that end a training run by the results of its evaluations."""
 
+import itertools
+import time
+
 import numpy as np
 import pytest
 from testing.estimators import refuse, saved_steps, step_of
@@ -17,6 +20,7 @@ from testing.scenarios.early_stopping import (
 )
 
 import estimator as est
+from estimator.loop._context import RunContext
 
 FALLING = {1000: 0.9, 1500: 0.8, 2000: 0.5, 2500: 0.6, 3000: 0.55}
 
@@ -95,9 +99,13 @@ def test_all_nan_runs_out_of_patience(tmp_path):
 
 
 @pytest.mark.covers("6 needs evals")
-def test_nothing_evaluated_stops_nothing(tmp_path):
+def test_nothing_evaluated_stops_nothing_and_is_said_once(tmp_path, messages):
     estimator = make(tmp_path)
-    assert not stops(est.stop_if_lower_hook(estimator, "loss", 1e9), estimator)
+    hook = est.stop_if_lower_hook(estimator, "loss", 1e9)
+    assert not stops(hook, estimator)
+    estimator.train(lambda: [ONE] * 2, hooks=[hook])
+    said = [each for each in messages() if "stop_if_lower_hook has seen no evaluation in" in each]
+    assert len(said) == 1 and "stops nothing. `est.train_and_evaluate` makes evaluations" in said[0]
 
 
 @pytest.mark.covers("6 data source")
@@ -123,6 +131,8 @@ def test_the_names_of_tensorflow_are_there():
 # When a hook looks.
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("6 when checked")
 @pytest.mark.parametrize("secs", [60, None])
 def test_a_function_is_called_after_the_first_step_and_every_n_steps(tmp_path, secs):
@@ -159,6 +169,12 @@ def test_train_and_evaluate_stops_right_after_an_evaluation_and_knows_that_it_is
     assert metrics == {"m": 6.0, "loss": metrics["loss"], "global_step": 6}
     assert step_of(estimator) == 6
     assert ends == [(2, False), (4, False), (6, False), (6, True)]
+
+
+def test_an_evaluation_at_the_end_alone_is_seen(tmp_path, messages):
+    estimator = make(tmp_path, table=range(50))
+    run(estimator, est.stop_if_higher_hook(estimator, "m", 50), max_steps=3, every=10)
+    assert not [each for each in messages() if "has seen no evaluation" in each]
 
 
 @pytest.mark.covers("6 data source")
@@ -203,12 +219,28 @@ def test_a_killed_training_stops_where_it_would_have(tmp_path, kill, every):
 
 
 @pytest.mark.covers("6 a restart")
-def test_evaluations_of_lost_steps_do_not_count(tmp_path):
+def test_evaluations_of_lost_steps_do_not_count_until_they_are_repeated(tmp_path):
     estimator = make(tmp_path)
     record(estimator, {100: 1.0, 200: 2.0, 300: 9.0})
     hook = est.stop_if_higher_hook(estimator, "loss", 8)
-    assert not stops(hook, estimator, step=250)
+    context = RunContext("train", estimator.model_dir, 250)
+    hook.after_create_state(context)
+    assert not context.stop_requested
+    record(estimator, {300: 9.0}, time=-60.0)  # after a clock was set back, or by a host whose clock is slow
+    hook.after_evaluation(context)
+    assert context.stop_requested
     assert stops(hook, estimator, step=300)
+
+
+@pytest.mark.parametrize("jump", [7200, -7200])
+def test_no_clock_decides_where_a_training_ends_or_what_it_saves(tmp_path, monkeypatch, jump):
+    now = itertools.count(time.time(), jump)
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    estimator = make(tmp_path, TABLE, save_checkpoints_steps=2)
+    metrics, _ = run(estimator, no_decrease(estimator))
+    assert metrics["global_step"] == step_of(estimator) == 14
+    assert evaluated(estimator) == [2, 4, 6, 8, 10, 12, 14] and saved_steps(estimator) == [6, 8, 10, 12, 14]
+    assert sum(est.goodput(estimator.model_dir).shares.values()) == pytest.approx(1)
 
 
 def test_a_training_that_was_stopped_makes_no_more_steps(tmp_path):

@@ -10,9 +10,9 @@ import uuid
 
 import numpy as np
 import pytest
+from testing.cluster import shared_cluster
 from testing.estimators import X, Y, make, saved_steps, times
-from testing.hooks import At
-from testing.processes import Processes
+from testing.hooks import At, When
 from testing.scenarios.evaluator import EVAL, Calls, evaluate, evaluated, spec_of
 
 import estimator as est
@@ -56,6 +56,7 @@ class Task(threading.Thread):
         return self.value
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("store", [False, True])
 def test_an_evaluator_records_what_evaluations_within_the_training_record(tmp_path, store):
     whole = make(tmp_path / "whole", save_checkpoints_steps=10)
@@ -106,26 +107,21 @@ def test_training_may_remove_checkpoints_while_they_are_evaluated(tmp_path, stor
         assert est.read_eval_metrics(trainer.eval_dir())[step]["loss"] == expected
 
 
-@pytest.fixture(scope="module")
-def processes():
-    forks = Processes("testing.scenarios.evaluator")
-    yield forks
-    forks.close()
+RUN = "testing.scenarios.evaluator.run"
 
 
 @pytest.mark.slow
-def test_an_evaluator_that_is_killed_continues_where_it_was(processes, tmp_path):
+def test_an_evaluator_that_is_killed_continues_where_it_was(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=10, keep_checkpoint_max=None)
     train(estimator)
+    cluster = shared_cluster()
     # Before it evaluates the third one; after that, before it exports it; and not at all.
-    for stop, moment in ((20, "evaluates"), (20, "exports"), (40, "exports"), (None, None)):
-        processes.start("run", str(tmp_path), 40, stop, moment)
-        if stop is not None:
-            processes.read_until("blocked")
-            processes.send(signal.SIGKILL)
-            assert processes.ended() == -signal.SIGKILL
-    lines, code = processes.read_to_end()
-    assert (code, lines[-1]) == (0, "result 40 ['40']")
+    for stop, moment in ((20, "evaluates"), (20, "exports"), (40, "exports")):
+        cluster.start_one(RUN, tmp_path, 40, stop, moment)
+        cluster.kill()
+        assert cluster.ended()[0].code == -signal.SIGKILL
+    (ended,) = cluster.run(RUN, tmp_path, 40, None, None, processes=1)
+    assert ended.code == 0 and "result 40 ['40']" in ended.lines
     assert evaluated(estimator) == [0, 10, 20, 30, 40]
     with open(tmp_path / "evaluations") as file:
         assert [int(line) for line in file] == [0, 10, 20, 20, 20, 30, 40, 40]
@@ -163,15 +159,13 @@ def test_several_evaluators_share_the_work_and_do_nothing_twice(tmp_path):
         assert all(metrics[name] == results[0][0][name] for metrics, _ in results)
 
 
-def test_an_evaluator_takes_over_from_one_that_is_killed(processes, tmp_path):
+def test_an_evaluator_takes_over_from_one_that_is_killed(tmp_path):
     train(make(tmp_path, save_checkpoints_steps=20))
-    processes.start("run", str(tmp_path), 40, 20, "evaluates")
-    processes.read_until("blocked")
+    shared_cluster().start_one(RUN, tmp_path, 40, 20, "evaluates")
     second = Task(evaluate, make(tmp_path), 40)
     time.sleep(0.2)
     assert second.is_alive() and evaluated(make(tmp_path)) == [0]
-    processes.send(signal.SIGKILL)
-    processes.ended()
+    shared_cluster().ended(kill=True)
     assert second.result()[0]["global_step"] == 40
     assert evaluated(make(tmp_path)) == [0, 20, 40]
 
@@ -181,8 +175,15 @@ def test_early_stopping_reads_what_the_evaluator_records_and_ends_both(tmp_path)
     def train_until_stopped():
         estimator = make(tmp_path, save_checkpoints_steps=10, steps_per_loop=1)
         hook = est.stop_if_lower_hook(estimator, "loss", 1e9, min_steps=20, run_every_steps=1)
-        wait = WaitAt(20, lambda: 20 in est.read_eval_metrics(estimator.eval_dir()))
-        train(estimator, 100_000, 100_000, [wait, hook])
+
+        def save_and_wait(context):
+            context.save()
+            deadline = time.monotonic() + 30
+            while 20 not in est.read_eval_metrics(estimator.eval_dir()):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+        train(estimator, 100_000, 100_000, [When(20, after_run=save_and_wait), hook])
         return estimator
 
     exporter = Calls()
@@ -195,17 +196,6 @@ def test_early_stopping_reads_what_the_evaluator_records_and_ends_both(tmp_path)
     assert evaluated(estimator) == [0, 10, 20]
 
 
-class WaitAt(At):
-    """Saves after a step, and waits until something is so."""
-
-    def after_run(self, context, values):
-        context.save()
-        deadline = time.monotonic() + 30
-        while not self.does():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-
 def test_an_evaluator_that_waits_ends_when_it_is_asked_to_stop(tmp_path):
     evaluator = Task(evaluate, make(tmp_path), 40)
     deadline = time.monotonic() + 30
@@ -216,6 +206,7 @@ def test_an_evaluator_that_waits_ends_when_it_is_asked_to_stop(tmp_path):
         evaluator.result()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("max_steps", [None, 40])
 def test_the_end_of_the_input_ends_the_evaluator(tmp_path, max_steps):
     train(make(tmp_path, save_checkpoints_steps=10), max_steps, batches=15)
@@ -287,9 +278,6 @@ def test_a_damaged_checkpoint_is_named_and_left_out(tmp_path, messages):
     assert any("ckpt-20 is damaged" in line for line in messages())
 
 
-# Roles.
-
-
 def task(kind, **cluster):
     return json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}})
 
@@ -345,24 +333,22 @@ def test_the_best_variables_are_not_restored_where_another_process_evaluates(tmp
         train(estimator, hooks=[hook])
 
 
-# The iterator.
-
-
 def test_the_newest_checkpoint_is_yielded_once(tmp_path):
     estimator, steps = make(tmp_path, save_checkpoints_steps=1).train(times(3)), []
-    for path in est.checkpoints_iterator(tmp_path, timeout_secs=0.1):
+    for path in est.checkpoints_iterator(tmp_path, timeout=0.1):
         steps.append(Checkpoint(path).step)
         if len(steps) < 3:
             estimator.train(times(3))
     assert steps == [3, 6, 9]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("store", [False, True])
 def test_checkpoints_of_another_thread_are_yielded_as_they_appear(tmp_path, store):
     model_dir = f"memory://{uuid.uuid4().hex}" if store else tmp_path / "not yet"
     steps, estimator = [], make(model_dir)
     training = Task(estimator.train, lambda: [(X, Y)] * 3)
-    for path in est.checkpoints_iterator(model_dir, timeout_secs=30):
+    for path in est.checkpoints_iterator(model_dir, timeout=30):
         steps.append(Checkpoint(path).step)
         if steps[-1] == 3:
             break
@@ -373,14 +359,14 @@ def test_checkpoints_of_another_thread_are_yielded_as_they_appear(tmp_path, stor
 def test_the_iterator_ends_when_timeout_fn_says_so(tmp_path, messages):
     answers = iter([False, False, True])
     started = time.monotonic()
-    assert list(est.checkpoints_iterator(tmp_path / "empty", timeout_secs=0.1, timeout_fn=lambda: next(answers))) == []
+    assert list(est.checkpoints_iterator(tmp_path / "empty", timeout=0.1, timeout_fn=lambda: next(answers))) == []
     assert time.monotonic() - started >= 0.3 and next(answers, None) is None
     assert f"No new checkpoint in {tmp_path / 'empty'} within 0.1 s." in messages()
 
 
 def test_min_interval_secs_is_kept_between_checkpoints(tmp_path):
     estimator, times_seen = make(tmp_path).train(times(1)), []
-    for _ in est.checkpoints_iterator(tmp_path, min_interval_secs=0.3, timeout_secs=0.1):
+    for _ in est.checkpoints_iterator(tmp_path, min_interval_secs=0.3, timeout=0.1):
         times_seen.append(time.monotonic())
         if len(times_seen) < 3:
             estimator.train(times(1))
@@ -391,7 +377,7 @@ def test_min_interval_secs_is_kept_between_checkpoints(tmp_path):
     ("arguments", "message"),
     [
         ({"min_interval_secs": -1}, "Must specify min_interval_secs >= 0 for checkpoints_iterator, given: -1."),
-        ({"timeout_secs": 0}, "timeout_secs of checkpoints_iterator must be a positive number; got 0."),
+        ({"timeout": 0}, "Must specify timeout > 0, or None, for checkpoints_iterator, given: 0."),
     ],
 )
 def test_times_that_make_no_sense_are_refused_at_once(tmp_path, arguments, message):

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.experimental import sparse
 from testing.estimators import make, times
-from testing.towers import assert_close, replicate
+from testing.towers import assert_close, predict, replicate
 
 import estimator as est
 from estimator.export import PredictOutput, RegressionOutput
@@ -55,8 +55,7 @@ def raises(kind, message):
 def test_new_metrics_join_the_metrics_of_the_model_fn(tmp_path):
     before = make(tmp_path, model_fn)
     results = before.evaluate(INPUT)
-    extended = est.add_metrics(before, metric_fn).evaluate(INPUT)
-    assert extended == results | {"error": pytest.approx(ERROR)}
+    assert est.add_metrics(before, metric_fn).evaluate(INPUT) == results | {"error": pytest.approx(ERROR)}
     assert before.evaluate(INPUT) == results
 
 
@@ -150,6 +149,7 @@ def test_a_model_fn_that_takes_no_labels_still_says_so(tmp_path):
 # forward_features.
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("keys", [None, "id", ["id", "deep"], ("x",), []])
 def test_predictions_hold_the_features(tmp_path, keys):
     estimator = est.forward_features(make(tmp_path, model_fn), keys)
@@ -166,9 +166,7 @@ def test_the_default_signature_holds_the_features(tmp_path):
         exports = {"serving_default": PredictOutput(y), "predict": PredictOutput(y), "other": PredictOutput(y)}
         return est.EstimatorSpec(mode, y, export_outputs=exports | {"regress": RegressionOutput(y["y"])})
 
-    estimator = est.forward_features(make(tmp_path, exporting), "id")
-    model = est.transform(estimator.model_fn)
-    exports = model.predict_step(model.init(jax.random.key(0), FEATURES, mode="infer"), FEATURES).export_outputs
+    exports = predict(est.forward_features(make(tmp_path, exporting), "id").model_fn, FEATURES).export_outputs
     for name in ("serving_default", "predict"):
         assert_close(exports[name].outputs, {"y": 2 * FEATURES["x"], "id": FEATURES["id"]})
     assert set(exports["other"].outputs) == {"y"}
@@ -180,8 +178,7 @@ def test_a_default_signature_of_another_kind_stays_as_it_is(tmp_path):
         y = {"y": 2 * features["x"]}
         return est.EstimatorSpec(mode, y, export_outputs={"regress": RegressionOutput(y["y"])})
 
-    model = est.transform(est.forward_features(make(tmp_path, regressing), "id").model_fn)
-    spec = model.predict_step(model.init(jax.random.key(0), FEATURES, mode="infer"), FEATURES)
+    spec = predict(est.forward_features(make(tmp_path, regressing), "id").model_fn, FEATURES)
     assert set(spec.predictions) == {"y", "id"}
     assert isinstance(spec.export_outputs["serving_default"], RegressionOutput)
 
@@ -203,6 +200,7 @@ def predict_with(tmp_path, keys, features=FEATURES, predictions=None, exports=No
     return next(est.forward_features(make(tmp_path, returning), keys).predict(lambda: [features]))
 
 
+@pytest.mark.slow
 def test_features_that_cannot_be_forwarded(tmp_path):
     with raises(ValueError, "should exist in features: ['ID'] not in ['deep', 'id', 'x']."):
         predict_with(tmp_path, ["id", "ID"])
@@ -235,6 +233,7 @@ def between(tmp_path):
     return est.forward_features(make(tmp_path, replicate(inner, 4)), "id")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("compose", [around, within, between])
 def test_extending_goes_together_with_towers_in_any_order(tmp_path, compose):
     estimator, plain = compose(tmp_path / "towers"), extended(make(tmp_path / "plain", model_fn))

@@ -156,12 +156,7 @@ def test_the_script_of_several_hosts_runs_in_two_processes(tmp_path):
 
 @pytest.mark.parametrize(
     ("names", "section"),
-    [
-        (FUNCTIONS, None),
-        (PARALLELIZE, "The parameters of Parallelize"),
-        (BMUF, "Parallelize_BMUF"),
-        (CORE, None),
-    ],
+    [(FUNCTIONS, None), (PARALLELIZE, "The parameters of Parallelize"), (BMUF, "Parallelize_BMUF"), (CORE, None)],
 )
 def test_the_page_names_all_of_it(names, section):
     text = PAGE.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,7 @@ OPTIMIZERS = {
     "adam": lambda: optax.adam(0.05, eps=1e-12),
     "adagrad": lambda: optax.adagrad(0.1, initial_accumulator_value=0.1),
 }
-REDUCTIONS = {
-    "sum": est.Reduction.SUM,
-    "mean": est.Reduction.MEAN,
-    "default": est.Reduction.SUM_BY_NONZERO_WEIGHTS,
-}
+REDUCTIONS = {"sum": est.Reduction.SUM, "mean": est.Reduction.MEAN, "default": est.Reduction.SUM_BY_NONZERO_WEIGHTS}
 
 
 def variables(case):
@@ -63,14 +60,17 @@ def train_model_fn(case):
     return model_fn
 
 
+def marked(case):
+    is_quick = re.fullmatch(r"(train-momentum-mean|clip)-\d", case["name"])
+    return pytest.param(case, id=case["name"], marks=pytest.mark.quick if is_quick else ())
+
+
 @pytest.mark.slow
 @pytest.mark.covers("12 gradients", "12 equality")
-@pytest.mark.parametrize("case", GOLDEN["train"], ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", [marked(case) for case in GOLDEN["train"]])
 def test_training_matches_tensorflow(case):
     model_fn = replicate_model_fn(
-        train_model_fn(case),
-        REDUCTIONS[case["loss_reduction"]],
-        devices=[f"/cpu:{i}" for i in range(case["towers"])],
+        train_model_fn(case), REDUCTIONS[case["loss_reduction"]], devices=[f"/cpu:{i}" for i in range(case["towers"])]
     )
     x, y = np.asarray(case["x"], np.float32), np.asarray(case["y"], np.float32)
     model = est.transform(model_fn)
@@ -123,7 +123,7 @@ def eval_model_fn(case):
     return model_fn
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("12 loss")
 @pytest.mark.parametrize("case", GOLDEN["eval"], ids=lambda case: case["name"])
 def test_evaluation_and_prediction_match_tensorflow(case, tmp_path):
@@ -137,9 +137,7 @@ def test_evaluation_and_prediction_match_tensorflow(case, tmp_path):
             yield {"x": np.asarray(x, np.float32)}, labels
 
     model_fn = replicate_model_fn(
-        eval_model_fn(case),
-        REDUCTIONS[case["loss_reduction"]],
-        devices=[f"/cpu:{i}" for i in range(case["towers"])],
+        eval_model_fn(case), REDUCTIONS[case["loss_reduction"]], devices=[f"/cpu:{i}" for i in range(case["towers"])]
     )
     estimator = est.Estimator(model_fn, tmp_path)
     results = estimator.evaluate(input_fn)

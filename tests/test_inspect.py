@@ -37,7 +37,7 @@ def model_dir(tmp_path):
     first = {"net/w": np.float32([[3, 4]]), "half": jnp.array([1, 2, 2], jnp.bfloat16), "ids": np.int32([2])}
     checkpoints.save(state(10, first))
     checkpoints.save(state(20, first | {"net/w": np.float32([[3, 5]]), "ids": np.int32([2, 3]), "z": np.float32(1)}))
-    checkpoints.pin(str(tmp_path / "ckpt-10"))
+    Checkpoint(str(tmp_path / "ckpt-10")).pin()
     return str(tmp_path)
 
 
@@ -121,6 +121,9 @@ def test_the_command_prints_it_and_nothing_else(model_dir):
     command = [sys.executable, "-m", "estimator.inspect", model_dir, "--variables"]
     output = subprocess.run(command, capture_output=True, text=True, check=True)
     assert output.stderr == "" and "net/w" in output.stdout
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as cut:
+        cut.stdout.close()  # as `| head` does
+        assert cut.stderr.read() == b"" and cut.wait() == 0
     assert (
         Checkpoint(f"{model_dir}/ckpt-20").read("z") == 1
         and len(Checkpoint(f"{model_dir}/ckpt-10").read_all(["*"])) == 7

@@ -14,10 +14,12 @@ MOST_MODULES = 20
 # From the bottom to the top: a package imports those of the lines before its own. Packages of one line do not import
 # each other.
 LAYERS = (
-    ("estimator.runtime", "estimator.storage", "estimator.porting", "estimator.tf_checkpoint"),
-    ("estimator.core",),
+    ("estimator.runtime",),
+    ("estimator.storage", "estimator.porting"),
+    ("estimator.core", "estimator.io", "estimator.tf_checkpoint"),
     ("estimator.variables",),
     ("estimator.sparse",),
+    ("estimator.feature_column",),
     (
         "estimator.layers",
         "estimator.losses",
@@ -28,7 +30,6 @@ LAYERS = (
         "estimator.regularizers",
         "estimator.inputs",
         "estimator.interop",
-        "estimator.feature_column",
         "estimator.multihost",
     ),
     ("estimator.heads", "estimator.hooks", "estimator.steps", "estimator.train"),

@@ -33,14 +33,26 @@ def stepped(body, mode="train", towers=1, accumulate_steps=1):
     return model.train_step(state, *batch) if mode == "train" else (state, model.eval_step(state, *batch))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "call",
     [
-        lambda o, loss: o.minimize(loss, global_step=est.global_step()),
+        lambda o, loss: o.minimize(loss=loss),
+        lambda o, loss: o.minimize(loss, None),
+        lambda o, loss: o.minimize(loss, None, None),
         lambda o, loss: o.minimize(loss, est.global_step()),
+        lambda o, loss: o.minimize(loss, global_step=est.global_step()),
+        lambda o, loss: o.minimize(loss=loss, global_step=est.global_step()),
         lambda o, loss: o.minimize(loss, est.global_step(), ["w"]),
+        lambda o, loss: o.minimize(loss, est.global_step(), var_list=["w"]),
         lambda o, loss: o.minimize(loss, None, est.trainable_variables()),
-        lambda o, loss: o.minimize(loss, ["w"], est.global_step()),
+        lambda o, loss: o.minimize(loss, None, var_list=["w"]),
+        lambda o, loss: o.minimize(loss, var_list=["w"]),
+        lambda o, loss: o.minimize(loss, var_list=["w"], global_step=est.global_step()),
+        lambda o, loss: o.minimize(loss=loss, var_list=["w"]),
+        lambda o, loss: o.minimize(loss=loss, var_list=["w"], global_step=est.global_step()),
+        lambda o, loss: o.minimize(loss, ["w"], est.global_step()),  # not in TensorFlow
+        lambda o, loss: o.minimize(loss, ["w"], global_step=est.global_step()),
         lambda o, loss: o.apply_gradients(o.compute_gradients(loss), est.global_step()),
         lambda o, loss: o.apply_gradients(o.compute_gradients(loss), global_step=None),
     ],
@@ -70,6 +82,7 @@ def ported_metrics(features, labels):
     return metrics, {"accuracy": accuracy[1], "auc": update, "f1": f1}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("mode", "towers", "accumulate_steps"),
     [("train", 1, 1), ("train", 4, 1), ("train", 2, 2), ("eval", 1, 1), ("eval", 4, 1)],
@@ -189,13 +202,14 @@ def train(batches, hooks=(), towers=None):
 GOOD = ({"x": X}, Y)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [None, 2])
 @pytest.mark.parametrize(
     ("batches", "error", "message"),
     [
         ((GOOD, GOOD), TypeError, "a tuple that input_fn returns is one batch, .* For several batches return a list"),
         ((GOOD, GOOD, GOOD), ValueError, "several batches into a list; got a tuple of len 3"),
-        ([{"x": X}, {"x": X}], ValueError, r"labels are None: .* Let it give tuples \(features, labels\)"),
+        ([{"x": X}, {"x": X}], ValueError, r"labels are None, since .* Let it give tuples \(features, labels\)"),
         ([GOOD, GOOD, ({"y": X}, Y)], ValueError, r"^Batch 3 .*: features\['x'\] is missing, features\['y'\] is new"),
         ([GOOD, ({"x": X[:, :2]}, Y)], ValueError, r"^Batch 2 .*'x'\] has the shape \(8, 2\) instead of \(8, 3\)"),
     ],
@@ -235,6 +249,7 @@ class Calls(est.Hook):
         self.function(context)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("hook", "error", "message"),
     [

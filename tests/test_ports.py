@@ -84,6 +84,7 @@ def outcome(classifier, metrics, predictions, served):
     return jax.tree.map(np.asarray, results)
 
 
+@pytest.mark.slow
 def test_bert_begins_with_the_values_of_a_checkpoint(tmp_path):
     module = load("bert_run_classifier")
     words = np.full((100, 32), 0.5, np.float32)

@@ -10,7 +10,7 @@ from testing.estimators import saved_steps, step_of
 from testing.scenarios.early_stopping import ONE, TABLE, KillEvaluation, evaluated, make, no_decrease, record, run
 
 import estimator as est
-from estimator.checkpoint import _checkpoints
+from estimator.checkpoint import _checkpoints, _save
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import CheckpointWriteError
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -35,6 +35,7 @@ def test_the_best_variables_are_the_last_ones(tmp_path, max_steps, messages):
         assert each.evaluate(lambda: ONE) == metrics
 
 
+@pytest.mark.slow
 def test_the_evaluation_of_the_restored_state_has_a_directory_of_its_own(tmp_path, messages):
     estimator = make(tmp_path, TABLE)
     for _ in range(2):  # a run that has ended is neither restored again nor does it change what was written
@@ -85,7 +86,7 @@ def test_the_last_state_stays_where_the_best_one_cannot_be_written(tmp_path, mon
         run(estimator, no_decrease(estimator, restore_best=True))
     assert saved_steps(estimator)[-1] == 14 and estimator.get_variable_value("steps") == 14
     assert sorted(os.listdir(tmp_path / "ckpt-14")) == sorted(os.listdir(tmp_path / "ckpt-0"))
-    assert not [name for name in os.listdir(tmp_path) if name.endswith(".replacing")]
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".unfinished")]
 
 
 def test_where_the_last_is_the_best_nothing_is_restored(tmp_path, messages):
@@ -97,8 +98,7 @@ def test_where_the_last_is_the_best_nothing_is_restored(tmp_path, messages):
 
 def test_the_best_is_the_best_even_if_by_little(tmp_path):
     estimator = make(tmp_path, TABLE)
-    hook = no_decrease(estimator, restore_best=True, min_delta=1.5)
-    metrics, _ = run(estimator, hook)
+    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True, min_delta=1.5))
     assert (metrics["m"], metrics["global_step"]) == (6.0, 14)
 
 
@@ -136,6 +136,26 @@ def test_a_training_killed_in_its_last_evaluation_ends_with_the_best(tmp_path, l
         assert (metrics["m"], metrics["global_step"]) == (6.0, last)
 
 
+@pytest.mark.slow
+def test_a_training_killed_while_the_best_replaces_the_last_ends_with_the_best(tmp_path, monkeypatch):
+    renamed = []
+
+    def rename(source, path, rename=_save.rename):
+        renamed.append(os.path.basename(path))
+        if renamed.count("ckpt-14") == 2:  # the last state is removed; the best is not in its place yet
+            raise KeyboardInterrupt
+        rename(source, path)
+
+    monkeypatch.setattr(_save, "rename", rename)
+    estimator = make(tmp_path, TABLE)
+    with pytest.raises(KeyboardInterrupt):
+        run(estimator, no_decrease(estimator, restore_best=True))
+    assert saved_steps(estimator)[-1] == 8
+    restarted = make(tmp_path, TABLE, resume_input="count")
+    metrics, _ = run(restarted, no_decrease(restarted, restore_best=True))
+    assert (metrics["m"], metrics["global_step"], saved_steps(restarted)[-1]) == (6.0, 14, 14)
+
+
 def test_a_loss_of_nan_ends_with_the_best(tmp_path):
     estimator = make(tmp_path, TABLE)
     hooks = [est.hooks.NanTensorHook(fail_on_nan_loss=False), no_decrease(estimator, restore_best=True)]
@@ -145,6 +165,7 @@ def test_a_loss_of_nan_ends_with_the_best(tmp_path):
     assert estimator.evaluate(lambda: ONE) == metrics
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("last", "message"),
     [({4: 0.7}, "of step 2, but its state was not saved"), ({}, "but the last state, of step 4, was not evaluated")],

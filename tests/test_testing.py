@@ -45,10 +45,12 @@ def test_a_right_model_fn_passes_wherever_its_variables_are(distribution):
     match(model(optax.adam(0.1, eps=1e-3)), replicate=replicate)
 
 
+@pytest.mark.slow
 def test_a_sum_passes_as_a_sum_with_any_towers():
     match(model(loss=jnp.sum), replicate=SUMS, towers=range(1, 9, 7), steps=1)
 
 
+@pytest.mark.slow
 def test_a_model_fn_may_name_the_axis_of_the_towers():
     match(model(loss=lambda losses: jax.lax.pmean(losses.mean(), TOWER_AXIS)))
 
@@ -68,6 +70,7 @@ def test_a_loss_reduction_that_is_not_the_loss_s_is_named_with_both_losses():
     assert hint.startswith("Is the loss a mean over examples, as the loss_reduction says by default, or a sum")
 
 
+@pytest.mark.slow
 def test_statistics_of_a_tower_s_rows_are_named_by_variable_and_number_of_towers():
     def model_fn(features, labels, mode):
         with est.variable_scope("norm"):
@@ -91,6 +94,7 @@ def test_a_metric_that_is_the_mean_of_means_is_named_where_rows_remain():
         match(model(metric=lambda output: est.metrics.mean(output.mean())))
 
 
+@pytest.mark.slow
 def test_predictions_that_depend_on_the_other_rows_are_named_with_the_worst_of_them():
     with pytest.raises(AssertionError) as caught:
         match(model(outputs=lambda output: output - output.mean()), towers=[4])

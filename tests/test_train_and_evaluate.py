@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import Linear, X, Y, make, refuse, saved_steps, step_of, times
+from testing.hooks import When
 
 import estimator as est
 from estimator.checkpoint._checkpoint import Checkpoint
@@ -43,14 +44,9 @@ def evaluated(estimator, name=None):
     return list(est.read_eval_metrics(estimator.eval_dir(name)))
 
 
-class Ends(est.Hook):
-    """Notes the modes and the steps of the ends of runs."""
-
-    def __init__(self, seen):
-        self.seen = seen
-
-    def end(self, context):
-        self.seen.append((str(context.mode), context.global_step))
+def ends(seen):
+    """A hook that notes the modes and the steps of the ends of runs."""
+    return When(end=lambda context: seen.append((str(context.mode), context.global_step)))
 
 
 # When.
@@ -73,6 +69,7 @@ def test_the_checkpoint_that_a_run_resumes_from_is_not_evaluated(tmp_path):
     assert evaluated(estimator) == [20, 30]
 
 
+@pytest.mark.quick
 @pytest.mark.covers("5 mechanism", "13 3 evaluation tied to checkpoints")
 @pytest.mark.parametrize("config", [{}, {"save_checkpoints_steps": None, "save_checkpoints_secs": None}])
 def test_evaluations_may_be_at_multiples_of_steps_whatever_is_saved(tmp_path, config):
@@ -95,6 +92,7 @@ def test_evaluations_see_the_variables_of_their_step(tmp_path):
         assert seen[step]["loss"] == other.evaluate(times(2))["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("5 mechanism")
 @pytest.mark.usefixtures("users_compiler")
 def test_evaluating_does_not_change_the_training_nor_restart_its_input(tmp_path):
@@ -111,6 +109,7 @@ def test_evaluating_does_not_change_the_training_nor_restart_its_input(tmp_path)
     np.testing.assert_array_equal(estimator.get_variable_value("w"), other.get_variable_value("w"))
 
 
+@pytest.mark.slow
 @pytest.mark.covers("5 throttle_secs")
 def test_throttle_secs_leaves_out_all_but_the_first_and_the_last(tmp_path, messages):
     for every in (None, 5):
@@ -144,8 +143,8 @@ def test_listeners_are_called_before_the_evaluation_and_one_may_stop_after_it(tm
 
 def test_hooks_of_both_specs_are_called(tmp_path):
     seen = []
-    spec = est.EvalSpec(times(1), hooks=[Ends(seen)])
-    run(make(tmp_path), max_steps=4, eval_spec=spec, eval_every_steps=2, hooks=[Ends(seen)])
+    spec = est.EvalSpec(times(1), hooks=[ends(seen)])
+    run(make(tmp_path), max_steps=4, eval_spec=spec, eval_every_steps=2, hooks=[ends(seen)])
     assert seen == [("eval", 2), ("eval", 4), ("train", 4)]
 
 
@@ -154,16 +153,13 @@ def test_hooks_of_both_specs_are_called(tmp_path):
 
 @pytest.mark.covers("5 mechanism", "13 1 rebuilt and reloaded at every call")
 def test_ten_evaluations_compile_once_and_read_no_checkpoint(tmp_path, compilations, monkeypatch):
-    class Count(est.Hook):
-        def end(self, context):
-            counts.append(len(compilations))
-
     counts = []
+    count = When(end=lambda context: counts.append(len(compilations)))
     for function in ("restore", "read"):
         monkeypatch.setattr(Checkpoint, function, refuse)
     model_fn = Linear()
     estimator = make(tmp_path, model_fn)
-    run(estimator, max_steps=50, eval_spec=est.EvalSpec(times(2), hooks=[Count()]), eval_every_steps=5)
+    run(estimator, max_steps=50, eval_spec=est.EvalSpec(times(2), hooks=[count]), eval_every_steps=5)
     assert len(counts) == 10
     assert len(set(counts)) == 1
     assert model_fn.modes.count("eval") == 2  # one to find the variables, one to compile
@@ -174,6 +170,7 @@ def test_ten_evaluations_compile_once_and_read_no_checkpoint(tmp_path, compilati
 # How it ends.
 
 
+@pytest.mark.quick
 @pytest.mark.covers("5 final export flag", "13 6 final export flag")
 @pytest.mark.parametrize("max_steps", [22, None])
 def test_the_end_is_known_to_be_the_end_when_the_input_ends(tmp_path, max_steps):
@@ -190,7 +187,7 @@ def test_the_end_is_known_to_be_the_end_when_the_input_ends(tmp_path, max_steps)
 def test_the_end_is_known_to_be_the_end_at_max_steps(tmp_path):
     seen, exporter = [], Calls()
     estimator = make(tmp_path, save_checkpoints_steps=10)
-    run(estimator, max_steps=20, eval_spec=est.EvalSpec(times(1), hooks=[Ends(seen)], exporters=[exporter]))
+    run(estimator, max_steps=20, eval_spec=est.EvalSpec(times(1), hooks=[ends(seen)], exporters=[exporter]))
     assert exporter.calls == [(10, 10, False), (20, 20, True)]
     assert seen == [("eval", 10), ("eval", 20)]
 
@@ -198,7 +195,7 @@ def test_the_end_is_known_to_be_the_end_at_max_steps(tmp_path):
 def test_a_state_evaluated_before_the_end_is_not_evaluated_again(tmp_path):
     seen, exporter = [], Calls()
     estimator = make(tmp_path, save_checkpoints_steps=5)
-    run(estimator, batches=10, eval_spec=est.EvalSpec(times(1), hooks=[Ends(seen)], exporters=exporter))
+    run(estimator, batches=10, eval_spec=est.EvalSpec(times(1), hooks=[ends(seen)], exporters=exporter))
     assert seen == [("eval", 5), ("eval", 10)]
     assert exporter.calls == [(5, 5, False), (10, 10, False), (10, 10, True)]
 
@@ -232,6 +229,7 @@ def test_what_fails_is_not_evaluated(tmp_path):
         est.train_and_evaluate(estimator, est.TrainSpec(fails), est.EvalSpec(refuse))
 
 
+@pytest.mark.slow
 def test_after_a_nan_loss_the_newest_checkpoint_is_evaluated(tmp_path):
     exporter = Calls()
     estimator = make(tmp_path, save_checkpoints_steps=3)
@@ -247,6 +245,7 @@ def test_after_a_nan_loss_the_newest_checkpoint_is_evaluated(tmp_path):
 # Several.
 
 
+@pytest.mark.quick
 @pytest.mark.covers("5 several eval sets", "13 4 one EvalSpec only")
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_several_evaluations_each_have_their_own_metrics_and_times(tmp_path, as_dict):

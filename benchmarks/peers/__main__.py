@@ -107,8 +107,9 @@ def save(rows: dict[str, list[dict]], versions: dict[str, dict], missing: dict[s
         return {"title": common.MODELS[model], "label": label, "values": {r["peer"]: r[key] for r in rows[model]}}
 
     rates = [panel(model, "steps per second", "steps per second") for model in rows]
-    firsts = [panel(model, "first step after, s", "seconds to the first step") for model in rows]
+    firsts = []
     if "mlp" in rows:
+        firsts = [panel("mlp", "first step after, s", "seconds to the first step")]
         rates[list(rows).index("mlp")]["values"] |= {
             name: [1e6 / most, 1e6 / least] for name, (least, most) in ELSEWHERE.items()
         }
@@ -129,7 +130,7 @@ def save(rows: dict[str, list[dict]], versions: dict[str, dict], missing: dict[s
         f"Medians of {rounds} rounds, in each of which every peer has one process per model; the machine's load was "
         f"{load:.1f}. [How to read it](../docs/speed.md#beside-other-libraries)."
     )
-    plot = results.bars(rates + firsts, columns=len(rows), pale=list(ELSEWHERE))
+    plot = results.bars(rates + firsts, pale=list(ELSEWHERE))
     results.save("Beside other libraries", tables, plot, note)
 
 

@@ -43,8 +43,6 @@ def main() -> None:
         subprocess.run([sys.executable, "page.py"], cwd=folder, env=pages.environment(), check=True)
         drawn = (folder / "curves.svg").read_text(encoding="utf-8")
         (OUT / "curves.svg").write_text(results.adapted(drawn), encoding="utf-8")
-        with browser.served(folder) as address:
-            photograph(window, f"{address}/step.html", "explain", 900, 1100)
         if tensorboard:
             command = [tensorboard, "--logdir", str(folder / "model"), "--port", "6107", "--load_fast", "false"]
             server = subprocess.Popen(command)

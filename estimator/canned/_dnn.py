@@ -12,6 +12,7 @@ from estimator import layers
 from estimator._estimator import Estimator
 from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, show_layer
 from estimator.checkpoint._warm_start import WarmStartSettings
+from estimator.core._argument_checks import as_int
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._run_config import RunConfig
@@ -45,7 +46,7 @@ class DNNEstimator(Estimator):
         "Adagrad", "Adam", "Ftrl", "RMSProp" or "SGD": the one of `est.train` with the learning rate 0.05. By default
         "Adagrad".
       activation_fn: the activation function of the hidden layers.
-      dropout: the fraction of a hidden layer that is dropped in training; None: no dropout.
+      dropout: the fraction of a hidden layer that is dropped in training; if None, there is no dropout.
       batch_norm: whether hidden layers are normalized. Each tower normalizes by its own rows, as in TensorFlow;
         `moving_mean` and `moving_variance` are averaged over towers.
     """
@@ -185,8 +186,9 @@ def dnn_logits_fn(
     batch_norm: bool,
 ) -> Callable[[PyTree, str], jax.Array]:
     """A function `(features, mode)` that returns logits of shape `(batch, units)`."""
-    widths = tuple(hidden_units) if isinstance(hidden_units, Iterable) else (hidden_units,)
-    if not widths or not all(isinstance(width, int) and width > 0 for width in widths):
+    given = hidden_units if isinstance(hidden_units, Iterable) else (hidden_units,)
+    widths = tuple(as_int(caller, "hidden_units", width) for width in given)
+    if not widths or min(widths) < 1:
         raise ValueError(f"`{caller}` needs the widths of its layers as hidden_units, as in [64, 32]; got {widths!r}.")
     columns = checked_dense(feature_columns)
     if not callable(activation_fn):

@@ -21,36 +21,32 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
+from estimator.checkpoint._host_values import check_host
 from estimator.checkpoint._named_arrays import (
     OPTIONAL,
     SLOT_PREFIX,
     ShapeDtype,
     by_user_name,
+    check_same,
     close_matches,
     describe,
     from_arrays,
+    is_key,
     leaves_on_disk,
-    short,
     to_arrays,
 )
 from estimator.checkpoint._orbax import ARRAYS, read_arrays, read_metadata, read_on_devices, with_orbax
 from estimator.core._state import State
 from estimator.storage import _files
+from estimator.storage._array_files import Kind
 from estimator.storage._folders import LocalCopy
 from estimator.storage._json import decode
-from estimator.storage._manifest import (
-    DamagedCheckpointError,
-    add_empty_file,
-    check_sizes,
-    check_sums,
-    explain_errors,
-    read_checked,
-    written_name,
-)
-from estimator.storage._own_folders import is_own, remove_own
+from estimator.storage._sealed_folder import DamagedError, SealedFolder
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -58,9 +54,10 @@ PIN = "PINNED"
 WHOLE_FILE = "commit_success.txt"
 END_FILES = {"input": "INPUT_ENDED", "steps": "STEPS_ENDED"}  # by the reason why a run ended
 _TRAINING_ENDED = "TRAINING_ENDED"
-REMOVABLE = (PIN, _TRAINING_ENDED)  # marks that are not in the manifest, since they may be removed again
+_REMOVABLE = (PIN, _TRAINING_ENDED)  # marks that are not in the manifest, since they may be removed again
 _METADATA_FILE = "_CHECKPOINT_METADATA"
-UNFINISHED, REMOVED, REPLACING = ".unfinished", ".removed", ".replacing"  # suffixes: not a checkpoint (any more)
+UNFINISHED, REMOVED = ".unfinished", ".removed"  # suffixes: not a checkpoint (any more)
+_KEY = "key"
 _CHUNK = re.compile(r"(.*)/\d{1,9}(\.\d{1,9})*")  # a file with numbers of an array, in the array's folder
 
 
@@ -82,6 +79,11 @@ def _step_in(name: str) -> int:
     return int(name.rsplit("-")[-1])
 
 
+@functools.cache
+def log_once(text: str) -> None:
+    logging.error("%s", text)
+
+
 def _reads(method: M) -> M:
     """Decorates a method that reads arrays: neither signals nor the checkpoint's removal interrupt it."""
 
@@ -94,10 +96,10 @@ def _reads(method: M) -> M:
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(SealedFolder):
     """A checkpoint at a path. It keeps nothing in memory: others may remove or replace the directory at any time.
 
-    Reading raises a `NotACheckpointError` if there is none, and a `DamagedCheckpointError` if its files are not
+    Reading raises a `NotACheckpointError` if there is none, and a `DamagedError` if its files are not
     those that were written.
 
     >>> import collections, jax, tempfile
@@ -116,7 +118,14 @@ class Checkpoint:
       path: of the directory, which need not be there.
     """
 
-    path: str
+    kind = "checkpoint"
+    mend = (
+        "Copy it from where it is whole, or use another one: `python -m estimator.inspect MODEL_DIR --verify` says "
+        "which are sound. Training does not begin at step 0 where all are damaged; for that, choose another model_dir, "
+        "or remove them."
+    )
+    name_pattern = r"ckpt-\d{1,18}"
+    json_files = (_METADATA_FILE, f"{ARRAYS}/_METADATA")
 
     # Its names and times.
 
@@ -128,12 +137,16 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """The global step at which it was written, whatever its folder is called now."""
-        return _step_in(written_name(self.path))
+        return _step_in(self.written_name)
 
     @property
     def is_renamed(self) -> bool:
         """True if it was written under another name: then it is not the one of the step in its name."""
         return self.step != self.named_step
+
+    def log_if_renamed(self) -> None:
+        if self.is_renamed:
+            log_once(f"{self.path} was written at step {self.step}, and is used as the checkpoint of that step.")
 
     @property
     def written_ns(self) -> int:
@@ -146,8 +159,9 @@ class Checkpoint:
         try:
             if _files.is_url(self.path):
                 return self.written_ns
-            stat = os.stat(self._file(_METADATA_FILE))  # faster than to read it
-        except (FileNotFoundError, NotADirectoryError, NotACheckpointError, DamagedCheckpointError):
+            with self.explain_errors_of(_METADATA_FILE):
+                stat = os.stat(self.file(_METADATA_FILE))  # faster than to read it
+        except (NotACheckpointError, DamagedError):
             return None
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
@@ -158,28 +172,34 @@ class Checkpoint:
 
     @property
     def restored_from(self) -> int | None:
-        """The step of the checkpoint that its values were taken from, by `restore_best`; None: they are its own."""
+        """The step of the checkpoint that its values were taken from, by `restore_best`; None if they are its own."""
         return self.host.get("restored_from")
 
     def _metadata(self) -> dict[str, Any]:
         try:
-            return decode(read_checked(self.path, _METADATA_FILE).decode())
-        except (FileNotFoundError, NotADirectoryError):
+            with self.parsing(_METADATA_FILE):
+                metadata = decode(self.read_file(_METADATA_FILE).decode())
+                match metadata:
+                    case {"commit_timestamp_nsecs": int(time), "custom_metadata": dict(host)} if 0 <= time < 2**63:
+                        check_host(host)
+                        return metadata
+                raise ValueError("it needs a time, and values in a dict")
+        except _files.MISSING:
             raise NotACheckpointError(self.path) from None
 
     # Its marks.
 
     def exists(self) -> bool:
-        return self._has(WHOLE_FILE)
+        return self.has(WHOLE_FILE)
 
     def is_written(self) -> bool:
         """Returns whether a checkpoint was written at the path, be it damaged since."""
         # In a store, which has no renames, a directory without the file that is uploaded last is still being written.
         # On a disk it had all its files when it got its name.
-        return self.exists() or (not _files.is_url(self.path) and (is_own(self.path) or self._has(_METADATA_FILE)))
+        return self.exists() or (not _files.is_url(self.path) and (self.is_own() or self.has(_METADATA_FILE)))
 
     def is_pinned(self) -> bool:
-        return self._has(PIN)
+        return self.has(PIN)
 
     def pin(self) -> None:
         """Keeps it on the disk until `unpin`, also after a restart, beside the newest ones.
@@ -188,7 +208,7 @@ class Checkpoint:
           NotACheckpointError: there is none.
         """
         self._check_exists()
-        _files.write(self._file(PIN), b"")
+        self.add_mark(PIN)
 
     def unpin(self) -> None:
         """Lets training remove it like any other.
@@ -198,43 +218,43 @@ class Checkpoint:
         """
         self._check_exists()
         with contextlib.suppress(FileNotFoundError):
-            _files.remove(self._file(PIN))
+            _files.remove(self.file(PIN))
 
     def note_end(self, reason: str | None) -> None:
         """Marks the last checkpoint of a run, for the next run's input, which begins again after the end of the
         "input", and also where a run that made all its "steps" left no batch. Other reasons leave no mark."""
         if reason in END_FILES:
-            add_empty_file(self.path, END_FILES[reason])
+            self.add_mark(END_FILES[reason])
 
     def is_end(self, reason: str) -> bool:
         """Returns whether a run ended here for that reason: "input" or "steps"."""
-        return self._has(END_FILES[reason])
+        return self.has(END_FILES[reason])
 
     def note_training_end(self) -> None:
         """Marks the newest checkpoint of a run that has ended and that nobody has to continue, as after SIGTERM."""
-        _files.write(self._file(_TRAINING_ENDED), b"")
+        self.add_mark(_TRAINING_ENDED)
 
     def note_training_start(self) -> None:
         """Removes the mark of `note_training_end`: a run continues from here."""
         with contextlib.suppress(FileNotFoundError):
-            _files.remove(self._file(_TRAINING_ENDED))
+            _files.remove(self.file(_TRAINING_ENDED))
 
     def is_training_end(self, max_steps: int | None) -> bool:
-        """Returns whether training has ended here, where it was to make `max_steps`; None: no number of steps."""
+        """Returns whether training has ended here, where it was to make `max_steps`; None for no number of steps."""
         if max_steps is None:
-            return self._has(_TRAINING_ENDED)
+            return self.has(_TRAINING_ENDED)
         # A run that has made all its steps, fewer than these, was an earlier one.
-        return self.step >= max_steps or (self._has(_TRAINING_ENDED) and not self.is_end("steps"))
+        return self.step >= max_steps or (self.has(_TRAINING_ENDED) and not self.is_end("steps"))
 
     def list_marks(self) -> list[str]:
         """The names of the files that were added after it was written."""
-        return [mark for mark in (*REMOVABLE, *END_FILES.values()) if self._has(mark)]
+        return [mark for mark in (*_REMOVABLE, *END_FILES.values()) if self.has(mark)]
 
-    def _has(self, name: str) -> bool:
-        return _files.exists(self._file(name))
-
-    def _file(self, name: str) -> str:
-        return os.path.join(self.path, name)
+    def add_mark(self, name: str) -> None:
+        if name in _REMOVABLE:
+            _files.write(self.file(name), b"")
+        else:
+            self.add_empty_file(name)
 
     def _check_exists(self) -> None:
         if not self.exists():
@@ -242,36 +262,38 @@ class Checkpoint:
 
     # Damage.
 
-    def check_sound(self) -> None:
-        """Compares the sizes of its files with those written; `verify` compares the checksums."""
+    def check_sound(self) -> Checkpoint:
+        """Compares the sizes of its files with those written, and returns it; `verify` compares the checksums."""
         if not self.is_written():
             raise NotACheckpointError(self.path)
         try:
             if not self.exists():
-                raise DamagedCheckpointError(self.path, f"{WHOLE_FILE} is missing")
-            check_sizes(self.path)
-        except (DamagedCheckpointError, OSError) as error:
+                raise self.make_error(f"{WHOLE_FILE} is missing")
+            self.check_sizes()
+        except (DamagedError, OSError) as error:
             # Files are also missing if training has removed it meanwhile. A store removes them one by one.
             if not self.is_written() or (isinstance(error, FileNotFoundError) and _files.is_url(self.path)):
                 raise NotACheckpointError(self.path) from None
             raise
+        return self
 
     def find_damage(self) -> str | None:
         """Returns the reason why it is not sound, as far as sizes and its metadata show it; None if it is."""
         try:
             self.check_sound()
             self._metadata()
-        except DamagedCheckpointError as error:
+        except DamagedError as error:
             return error.reason
         return None
 
-    def verify(self, slots: bool = True) -> None:
-        """Compares sizes and checksums of its files; with `slots=False`, the sums of those that a run without slots
-        reads."""
+    def verify(self, slots: bool = True) -> Checkpoint:
+        """Compares sizes and checksums of its files, and returns it; with `slots=False`, the sums of those that a run
+        without slots reads."""
         self.check_sound()
         # A store is read over the network: files that a run does not need are not fetched.
         with self.hold():
             self._fetch(lambda name: slots or not name.startswith(f"{ARRAYS}/{SLOT_PREFIX}"))
+        return self
 
     def check_place(self) -> None:
         """Checks that a checkpoint may be written here.
@@ -279,7 +301,7 @@ class Checkpoint:
         Raises:
           FileExistsError: there is something that no Estimator has written.
         """
-        if not _files.exists(self.path) or is_own(self.path) or self.exists() or self._has(_METADATA_FILE):
+        if not _files.exists(self.path) or self.is_own() or self.exists() or self.has(_METADATA_FILE):
             return
         if not _files.is_dir(self.path) or _files.list_dir(self.path):
             raise FileExistsError(
@@ -320,25 +342,24 @@ class Checkpoint:
             written_ns = self.written_ns
             yield lambda: self.exists() and self.written_ns == written_ns
             return
-        name = self._file(WHOLE_FILE)
+        name = self.file(WHOLE_FILE)
         try:
-            file = os.open(name, os.O_RDONLY)
-        except (FileNotFoundError, NotADirectoryError):
+            with self.explain_errors_of(WHOLE_FILE, but=_files.MISSING):
+                opened = _files.open_regular(name)
+        except _files.MISSING:
             raise NotACheckpointError(self.path) from None
 
         def is_there() -> bool:
             # The lock is on the open file, not on its path: the file may have been removed before it was locked, and
             # another checkpoint may have its name.
             try:
-                return os.path.samestat(os.fstat(file), os.stat(name))
+                return os.path.samestat(os.fstat(opened.fileno()), os.stat(name))
             except FileNotFoundError:
                 return False
 
-        try:
-            _files.lock_if_possible(file, exclusive)
+        with opened:
+            _files.lock_if_possible(opened.fileno(), exclusive)
             yield is_there
-        finally:
-            os.close(file)
 
     def remove(self) -> None:
         """Removes it. Killed meanwhile, it leaves what the next save recognizes and removes."""
@@ -347,7 +368,7 @@ class Checkpoint:
             # Renamed first, in one operation: no reader sees a part of it.
             os.rename(path, path + REMOVED)
             path += REMOVED
-        remove_own(path, first=WHOLE_FILE)
+        SealedFolder(path).remove_files(first=WHOLE_FILE)
 
     # Reading it.
 
@@ -403,7 +424,12 @@ class Checkpoint:
         return {name: arrays[key] for name, key in keys.items()}
 
     @_reads
-    def restore(self, like: State, partial: bool = False) -> State:
+    def has_key_of(self, like: State) -> bool:
+        """Returns whether its random key is of the implementation that a state has, as far as the sizes show it."""
+        return describe(self._read_shapes()[_KEY]) == describe(to_arrays(like)[_KEY])
+
+    @_reads
+    def restore(self, like: State, partial: bool = False, key: jax.Array | None = None) -> State:
         """Reads the state, with every array placed as in `like`.
 
         Names, shapes and dtypes are compared first; no array is read where they differ.
@@ -413,6 +439,7 @@ class Checkpoint:
             leaf, or to the default device where that is None.
           partial: whether the checkpoint may hold arrays that `like` has not, which are not read:
             evaluation has no slots, and a model may create fewer variables there.
+          key: the random key of the state, whichever the checkpoint has. If None, its own.
 
         Raises:
           ValueError: it has other variables than `like`.
@@ -420,18 +447,20 @@ class Checkpoint:
         model = to_arrays(like)
         default = jnp.zeros(()).sharding
         shardings = {name: leaf.sharding or default for name, leaf in leaves_on_disk(like).items()}
+        random = {} if key is None else {_KEY: jax.device_put(jax.random.key_data(key), shardings[_KEY])}
         saved = self._read_shapes()
         # A feature may have been switched on or off since the save: its counters begin with zero, or are not read.
         new_counters = OPTIONAL & (model.keys() - saved.keys())
         zeros = {name: jnp.zeros((), model[name].dtype, device=shardings[name]) for name in new_counters}
-        for name in new_counters:
+        for name in (*new_counters, *random):
             del model[name]
-        saved = {name: x for name, x in saved.items() if name in model or name not in OPTIONAL}
-        self._check_same(saved, model, partial)
+        saved = {name: x for name, x in saved.items() if name in model or name not in {*OPTIONAL, *random}}
+        keys = {name for name, leaf in leaves_on_disk(like).items() if is_key(leaf)}
+        check_same(self.path, saved, model, partial, keys)
         folder = self._fetch_arrays(model)
-        with explain_errors(self.path):
+        with self.explain_errors():
             arrays = read_on_devices(folder, model, shardings)
-        return from_arrays(arrays | zeros, like)
+        return from_arrays(arrays | zeros | random, like)
 
     def read_on_disk(self, wants: Callable[[str], bool]) -> dict[str, np.ndarray]:
         """Reads the arrays whose names on disk are wanted, by these names."""
@@ -439,14 +468,14 @@ class Checkpoint:
 
     def _read_keys(self, keys: Collection[str]) -> dict[str, np.ndarray]:
         folder = self._fetch_arrays(keys)
-        with explain_errors(self.path):
+        with self.explain_errors():
             return read_arrays(folder, keys)
 
     def _read_shapes(self) -> Mapping[str, ShapeDtype]:
         """Reads the shapes and dtypes by the names on disk."""
         folder = self._fetch_arrays(())
-        with explain_errors(self.path):
-            return read_metadata(folder)
+        with self.explain_errors(), self.parsing(f"{ARRAYS}/_METADATA"):
+            return {name: Kind(tuple(x.shape), np.dtype(x.dtype)) for name, x in read_metadata(folder).items()}
 
     def _fetch_arrays(self, keys: Iterable[str]) -> str:
         """Fetches the files of these arrays, and those that every reader needs."""
@@ -456,32 +485,11 @@ class Checkpoint:
     def _fetch(self, wants: Callable[[str], bool]) -> str:
         """Returns a local folder with these files, once they are those that were written."""
         copy = _copy(self.path, self.written_ns) if _files.is_url(self.path) else LocalCopy(self.path)
-        copy.fetch(wants)
         try:
-            check_sums(self.path, copy.path, wants)
-        except DamagedCheckpointError:
+            return self.fetch(copy, wants)
+        except DamagedError:
             _copy.cache_clear()  # the checkpoint in the store may be repaired
             raise
-        return os.path.abspath(copy.path)
-
-    def _check_same(self, saved: Mapping[str, Any], model: Mapping[str, Any], partial: bool) -> None:
-        """Raises one error that names every difference between the checkpoint and a model."""
-        lines = []
-        for key in sorted(model.keys() | saved.keys()):
-            was, now = describe(saved.get(key)), describe(model.get(key))
-            if key not in saved:
-                lines.append(f"  missing: {short(key)}, {now} in the model")
-            elif key not in model and not partial:
-                lines.append(f"  unexpected: {short(key)}, {was} in the checkpoint")
-            elif key in model and was != now:
-                lines.append(f"  mismatched: {short(key)}, {was} in the checkpoint, {now} in the model")
-        if lines:
-            raise ValueError(
-                f"The variables of checkpoint {self.path} are not those of the model:\n"
-                + "\n".join(lines)
-                + "\nMake the model_fn create the same variables and optimizers as when the checkpoint "
-                "was saved, or use another model_dir to start from scratch (from its variables by `warm_start_from`)."
-            )
 
 
 @functools.lru_cache(maxsize=2)  # so that two can be compared

@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator
 
 from absl import logging
 
-from estimator.checkpoint._model_dir import find_newest
-from estimator.core._argument_checks import check_intervals
-from estimator.multihost._preemption import raise_at_sigterm
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.checkpoint._newest import newest_readable
+from estimator.multihost._preemption import ends_by_signals
 from estimator.storage._files import expand, is_url
-from estimator.storage._manifest import DamagedCheckpointError
+from estimator.storage._sealed_folder import DamagedError
 
 _POLL_SECS = 1.0
 _STORE_POLL_SECS = 10.0  # a store is asked over the network, and may charge for it
 
 
 def checkpoints_iterator(
-    model_dir: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str],
     min_interval_secs: float = 0,
-    timeout_secs: float | None = None,
+    timeout: float | None = None,
     timeout_fn: Callable[[], object] | None = None,
 ) -> Iterator[str]:
     """Yields the path of the newest checkpoint, and of each newer one as it appears: `tf.train.checkpoints_iterator`.
@@ -39,25 +39,25 @@ def checkpoints_iterator(
     ...     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
     >>> x = np.ones((2, 1), np.float32)
     >>> estimator = est.Estimator(model_fn, tempfile.mkdtemp()).train(lambda: [(x, 3 * x)] * 25)
-    >>> [os.path.basename(path) for path in est.checkpoints_iterator(estimator.model_dir, timeout_secs=0.1)]
+    >>> [os.path.basename(path) for path in est.checkpoints_iterator(estimator.model_dir, timeout=0.1)]
     ['ckpt-25']
 
     Args:
-      model_dir: the directory of an Estimator, or its URL; it need not exist yet.
+      checkpoint_dir: the model_dir of an Estimator, or its URL; it need not exist yet.
       min_interval_secs: seconds from one checkpoint to the next at least.
-      timeout_secs: seconds to wait for a new checkpoint; None: for ever.
-      timeout_fn: is called when they have passed, and says whether to end; otherwise it waits as long again. None: it
+      timeout: seconds to wait for a new checkpoint; for ever if None.
+      timeout_fn: is called when they have passed, and says whether to end; if not, it waits as long again. If None, it
         ends.
 
     Raises:
-      ValueError: `min_interval_secs` is negative, or `timeout_secs` not positive.
+      ValueError: `min_interval_secs` is negative, or `timeout` not positive.
     """
     if not min_interval_secs >= 0:
         raise ValueError(f"Must specify min_interval_secs >= 0 for checkpoints_iterator, given: {min_interval_secs!r}.")
-    if timeout_secs is not None:
-        check_intervals("checkpoints_iterator", timeout_secs=timeout_secs)
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"Must specify timeout > 0, or None, for checkpoints_iterator, given: {timeout!r}.")
     # The arguments are checked here, and not when the first one is taken.
-    return _iterate(expand(model_dir), min_interval_secs, timeout_secs or math.inf, timeout_fn or (lambda: True))
+    return _iterate(expand(checkpoint_dir), min_interval_secs, timeout or math.inf, timeout_fn or (lambda: True))
 
 
 def _iterate(model_dir: str, interval: float, timeout: float, timeout_fn: Callable[[], object]) -> Iterator[str]:
@@ -80,8 +80,8 @@ def _iterate(model_dir: str, interval: float, timeout: float, timeout_fn: Callab
 
 def _find_path(model_dir: str) -> str | None:
     # Damage is in the log; training replaces what it cannot read.
-    with contextlib.suppress(DamagedCheckpointError):
-        newest = find_newest(model_dir)
+    with contextlib.suppress(DamagedError):
+        newest = newest_readable(model_dir, Checkpoint.check_sound)
         return None if newest is None else newest.path
     return None
 
@@ -93,5 +93,5 @@ def poll_secs(model_dir: str) -> float:
 
 def sleep(secs: float) -> None:
     """Sleeps; SIGTERM ends the process with the exit code of a run that it ends."""
-    with raise_at_sigterm():
+    with ends_by_signals():
         time.sleep(max(0.0, secs))

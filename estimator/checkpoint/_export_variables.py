@@ -12,6 +12,8 @@ import numpy as np
 from estimator.checkpoint._named_arrays import close_matches
 from estimator.checkpoint._readers import Reader, read_newest
 from estimator.checkpoint._transpose import Transpose
+from estimator.runtime._extras import import_extra
+from estimator.storage._array_files import SAFETENSORS_DTYPES
 from estimator.storage._files import expand, write
 
 _CALLER = "est.export_variables"
@@ -50,21 +52,22 @@ def export_variables(
 
     Raises:
       ImportError: the package safetensors is not installed.
-      ValueError: the path has another ending; there is no such checkpoint; nothing matches; `names` has
-        a name that no variable has, or two variables get the same one. No file is written.
+      ValueError: the path has another ending; there is no such checkpoint; nothing matches; the format lacks the dtype
+        of a variable; `names` has a name that no variable has, or two variables get the same one. No file is written.
     """
     path = expand(path)
     if not path.endswith(".safetensors"):
         raise ValueError(f"`{_CALLER}` writes a file *.safetensors; got the path {path!r}.")
-    try:
-        from safetensors.numpy import save
-    except ImportError as error:
-        raise ImportError(
-            f"`{_CALLER}` needs safetensors. Install it: pip install 'replicate-model-fn[safetensors]'."
-        ) from error
+    save = import_extra(_CALLER, "safetensors.numpy", "safetensors").save
     arrays = read_newest(_CALLER, ckpt_dir_or_file, lambda reader: _read(reader, names, vars_to_export))
-    # The format has the bytes of arrays in C order.
-    write(path, save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+    for name, array in arrays.items():
+        if array.dtype.name not in SAFETENSORS_DTYPES.values():
+            raise ValueError(
+                f"`{_CALLER}`: {name!r} is of dtype {array.dtype}, which a .safetensors file lacks. Leave it out by "
+                "`vars_to_export`."
+            )
+    # The format has the bytes of arrays in C order; `np.ascontiguousarray` would give a scalar the shape [1].
+    write(path, save({name: np.asarray(array, order="C") for name, array in arrays.items()}))
 
 
 def _read(reader: Reader, names: Names | None, pattern: str) -> dict[str, np.ndarray]:

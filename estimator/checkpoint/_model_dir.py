@@ -8,12 +8,19 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from absl import logging
 
-from estimator.checkpoint._checkpoint import REMOVED, REPLACING, UNFINISHED, Checkpoint, NotACheckpointError, name_of
+from estimator.checkpoint._checkpoint import (
+    REMOVED,
+    UNFINISHED,
+    Checkpoint,
+    NotACheckpointError,
+    name_of,
+)
+from estimator.runtime._table import ShownAsTable, Table, show_bytes, show_time
 from estimator.storage._files import (
     exists,
     expand,
@@ -27,8 +34,7 @@ from estimator.storage._files import (
     store_of,
     write,
 )
-from estimator.storage._manifest import DamagedCheckpointError
-from estimator.storage._own_folders import is_own, remove_own
+from estimator.storage._sealed_folder import DamagedError, SealedFolder
 
 LOCK_FILE = "training.lock"
 _SECONDS_FOR_OWNER = 1.0  # to write its name into the file
@@ -40,7 +46,7 @@ _MANGLED = re.compile(r"(s3|gs|gcs|az|memory):/[^/]")
 _NO_LOCK = "model_dir %s cannot be locked (%s): nothing keeps a second training run out of it."
 _TF_CHECKPOINT = re.compile(r".+-\d+\.(index|meta)")
 _NAME = re.compile(r"ckpt-(\d+)")
-_LEFTOVER = re.compile(rf"ckpt-\d+({'|'.join(map(re.escape, (UNFINISHED, REMOVED, REPLACING)))})")
+_LEFTOVER = re.compile(rf"ckpt-\d+({'|'.join(map(re.escape, (UNFINISHED, REMOVED)))})")
 
 # The locks of this process by the path of the directory: the file, and the thread that holds it.
 _held: dict[str, tuple[int, int]] = {}
@@ -107,66 +113,24 @@ def list_folders(directory: str) -> list[Checkpoint]:
 
 def list_written(directory: str) -> list[Checkpoint]:
     """Lists the checkpoints in a directory, sound or damaged, oldest first."""
-    return _sort_written(list_folders(directory))
+    return sort_written(list_folders(directory))
 
 
 def list_sound(directory: str) -> list[Checkpoint]:
     """Lists the sound checkpoints in a directory, oldest first."""
     sound = []
     for each in list_written(directory):
-        with contextlib.suppress(NotACheckpointError, DamagedCheckpointError):
+        with contextlib.suppress(NotACheckpointError, DamagedError):
             each.check_sound()
             sound.append(each)
     return sound
 
 
-def _sort_written(folders: list[Checkpoint]) -> list[Checkpoint]:
+def sort_written(folders: list[Checkpoint]) -> list[Checkpoint]:
     """Sorts the checkpoints among them by step; of two of one step, the one that has its own name is last."""
     written = [each for each in folders if each.is_written()]
     # `is_renamed` would read the step from the disk again.
     return sorted(written, key=lambda each: (step := each.step, step == each.named_step))
-
-
-def find_newest(directory: str, check: Callable[[Checkpoint], object] = Checkpoint.check_sound) -> Checkpoint | None:
-    """Finds the newest checkpoint in a directory that is not damaged; None if there is none at all.
-
-    Args:
-      directory: the model_dir.
-      check: raises what `check_sound` does for a checkpoint that is not to be used.
-
-    Raises:
-      DamagedCheckpointError: all of them are damaged; this one is the newest.
-    """
-    while True:
-        folders, newest = list_folders(directory), None
-        for each in reversed(_sort_written(folders)):
-            try:
-                check(each)
-            except DamagedCheckpointError as error:
-                _log_once(str(error))
-                newest = newest or error
-            except NotACheckpointError:  # it was removed meanwhile
-                continue
-            else:
-                if each.is_renamed:
-                    _log_once(
-                        f"{each.path} was written at step {each.step}, and is used as the checkpoint of that step."
-                    )
-                return each
-        # Otherwise training has removed what was listed, after it wrote newer ones.
-        if folders == list_folders(directory):
-            if newest is not None:
-                raise newest
-            return None
-
-
-_logged: set[str] = set()
-
-
-def _log_once(text: str) -> None:
-    if text not in _logged:
-        _logged.add(text)
-        logging.error("%s", text)
 
 
 class CheckpointInfo(NamedTuple):
@@ -178,7 +142,7 @@ class CheckpointInfo(NamedTuple):
       time: when it was written, in seconds since 1970; 0.0 where damage has taken that.
       bytes: the size of its files.
       pinned: whether it stays whatever `keep_checkpoint_max` says, as the best one of early stopping does.
-      damage: the reason why it cannot be used; None: its files are there, with the sizes that were written. Their
+      damage: the reason why it cannot be used; None if its files are there, with the sizes that were written. Their
         contents are compared when they are read, and by `python -m estimator.inspect MODEL_DIR --verify`.
     """
 
@@ -188,6 +152,18 @@ class CheckpointInfo(NamedTuple):
     bytes: int
     pinned: bool
     damage: str | None = None
+
+
+class CheckpointList(ShownAsTable, list[CheckpointInfo]):
+    """The checkpoints in a model_dir, oldest first; printed, it is a table."""
+
+    def _table(self) -> Table:
+        rows = [
+            (str(each.step), show_time(each.time), show_bytes(each.bytes))
+            + (", ".join(["pinned"] * each.pinned + [f"damaged: {each.damage}"] * (each.damage is not None)),)
+            for each in self
+        ]
+        return Table([("step", "time", "size", ""), *rows], ">>><")
 
 
 def checkpoints(model_dir: str | os.PathLike[str]) -> list[CheckpointInfo]:
@@ -214,7 +190,8 @@ def checkpoints(model_dir: str | os.PathLike[str]) -> list[CheckpointInfo]:
       model_dir: the directory of an Estimator.
 
     Returns:
-      One `CheckpointInfo` for each: a tuple of `path`, `step`, `time`, `bytes`, `pinned` and `damage`.
+      One `CheckpointInfo` for each: a tuple of `path`, `step`, `time`, `bytes`, `pinned` and `damage`. Printed, and in
+      a notebook, the list is a table.
 
     Raises:
       FileNotFoundError: there is no such directory.
@@ -226,7 +203,7 @@ def checkpoints(model_dir: str | os.PathLike[str]) -> list[CheckpointInfo]:
         folders = list_folders(directory)
         infos = [info for each in list_written(directory) if (info := _read_info(each))]
         if infos or folders == list_folders(directory):  # otherwise all were removed after newer ones were written
-            return infos
+            return CheckpointList(infos)
 
 
 def _read_info(checkpoint: Checkpoint) -> CheckpointInfo | None:
@@ -234,7 +211,7 @@ def _read_info(checkpoint: Checkpoint) -> CheckpointInfo | None:
     path = checkpoint.path
     try:
         damage = checkpoint.find_damage()
-        time, size = _read_time(checkpoint, damage), sum(files_in(path).values())
+        time, size = _read_time(checkpoint, damage), sum(size for size in files_in(path).values() if size > 0)
     except (NotACheckpointError, FileNotFoundError):
         return None
     return CheckpointInfo(path, checkpoint.step, time, size, checkpoint.is_pinned(), damage)
@@ -243,7 +220,7 @@ def _read_info(checkpoint: Checkpoint) -> CheckpointInfo | None:
 def _read_time(checkpoint: Checkpoint, damage: str | None) -> float:
     try:
         return checkpoint.written_ns / 1e9
-    except (DamagedCheckpointError, NotACheckpointError):
+    except (DamagedError, NotACheckpointError):
         if damage is None:
             raise
         return 0.0
@@ -251,12 +228,13 @@ def _read_time(checkpoint: Checkpoint, damage: str | None) -> float:
 
 def remove_leftovers(directory: str) -> None:
     """Removes what killed processes have left unfinished: what has such a name and was made by an Estimator."""
-    for path in (os.path.join(directory, name) for name in list_dir(directory) if _LEFTOVER.fullmatch(name)):
-        if is_own(path):
-            remove_own(path)
+    for name in filter(_LEFTOVER.fullmatch, list_dir(directory)):
+        folder = SealedFolder(os.path.join(directory, name))
+        if folder.is_own():
+            folder.remove_files()
         else:
             with contextlib.suppress(OSError):  # of a process killed before it was marked: only if it is empty
-                os.rmdir(path)
+                os.rmdir(folder.path)
 
 
 def check_places(directory: str, first: int, last: int | None) -> None:

@@ -102,13 +102,40 @@ def describe(array: ShapeDtype | None) -> str:
     return "" if array is None else f"{np.dtype(array.dtype).name}{list(array.shape)}"
 
 
+def check_same(
+    path: str, saved: Mapping[str, Any], model: Mapping[str, Any], partial: bool, keys: Collection[str]
+) -> None:
+    """Raises one error that names every difference between the checkpoint at a path and a model."""
+    lines = []
+    for key in sorted(model.keys() | saved.keys()):
+        was, now = describe(saved.get(key)), describe(model.get(key))
+        if key not in saved:
+            lines.append(f"  missing: {short(key)}, {now} in the model")
+        elif key not in model and not partial:
+            lines.append(f"  unexpected: {short(key)}, {was} in the checkpoint")
+        elif key in model and was != now:
+            lines.append(f"  mismatched: {short(key)}, {was} in the checkpoint, {now} in the model")
+            if key in keys:
+                lines[-1] += (
+                    ", a random key: set jax_default_prng_impl to what it was, such as 'rbg' for uint32[4] or "
+                    f"'threefry2x32' for uint32[2]; it is {jax.config.jax_default_prng_impl!r}"  # type: ignore[attr-defined]
+                )
+    if lines:
+        raise ValueError(
+            f"The variables of checkpoint {path} are not those of the model:\n"
+            + "\n".join(lines)
+            + "\nMake the model_fn create the same variables and optimizers as when the checkpoint "
+            "was saved, or use another model_dir to start from scratch (from its variables by `warm_start_from`)."
+        )
+
+
 def close_matches(name: str, names: Collection[str]) -> list[str]:
     """Returns a few names, those that are like one if there are any."""
     return difflib.get_close_matches(name, list(names), cutoff=0.5) or sorted(names)[:5]
 
 
 def tensorflow_slot_names(state: State, old_name: Callable[[str], str]) -> dict[str, str]:
-    """TensorFlow's names of the slots of a state, by their names here.
+    """TensorFlow's names of a state's slots, by our names.
 
     The optimizer "Adam" has there, of the variable "dense/kernel", "dense/kernel/Adam" and "dense/kernel/Adam_1", in
     the order of its slots, and beside the variables "beta1_power". A second one, "Adam_1" here, has "beta1_power_1"

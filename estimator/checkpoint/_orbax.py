@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging as standard_logging
 import os
 import tempfile
@@ -19,6 +20,7 @@ from absl import logging
 from etils import epath
 
 from estimator.runtime._uninterrupted import shield
+from estimator.storage._files import is_inside, read
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -81,7 +83,18 @@ def _open_reader(folder: str) -> Iterator[tuple[ocp.PyTreeCheckpointHandler, epa
         contextlib.closing(array_handler(processes_of(together=False))) as reader,
         plain_path(folder) as plain,
     ):
+        _check_names(read(os.path.join(plain, ARRAYS, "_METADATA")))
         yield reader, epath.Path(plain) / ARRAYS
+
+
+def _check_names(metadata: bytes) -> None:
+    """Checks that no array is outside of the checkpoint: where it has a folder of its own, its name is a path."""
+    tree = json.loads(metadata)
+    if tree.get("use_ocdbt") is True:
+        return
+    keys = {key["key"] for entry in tree["tree_metadata"].values() for key in entry["key_metadata"]}
+    if outside := [key for key in keys if not is_inside(key)]:
+        raise ValueError(f"it names the array {outside[0]!r:.100}")
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import numpy as np
 
 from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
 from estimator.checkpoint._export_folder import ExportFolder, find_export
-from estimator.checkpoint._model_dir import find_newest
 from estimator.checkpoint._named_arrays import ShapeDtype, close_matches, describe
+from estimator.checkpoint._newest import newest_readable
 from estimator.storage._array_files import Kind, Npz, Reader, Safetensors
 from estimator.storage._files import expand
 from estimator.storage._torch_file import TorchFile
@@ -24,22 +24,24 @@ _STEP = "global_step"
 _TORCH = (".pt", ".pth", ".bin")
 
 
-def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
-    """Opens the reader for a path.
+def read_newest(caller: str, path: str | os.PathLike[str], read: Callable[[Reader], T]) -> T:
+    """Reads at a path; of a model_dir, the newest checkpoint that can be read.
 
     Args:
       caller: for the message.
       path: a model_dir or a checkpoint; an exported model, or the folder around several; a checkpoint of TensorFlow,
         one of its files, or its directory; an .npz or .safetensors file; or one of PyTorch.
+      read: reads what it needs.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"`{caller}` needs a path, a string; got {path!r}.")
     path = expand(path)
-    # A folder may hold several of these: checkpoints of this library come first. Any other path is read as one, too,
-    # whose error says what is wrong.
-    newest = find_newest(path, Checkpoint.verify)
-    if newest is not None:
-        return _SavedState(newest)
+    # A folder may hold several of these: checkpoints of this library come first.
+    found = newest_readable(path, lambda each: (read(_SavedState(each.verify())),))
+    return read(_open_other(caller, path)) if found is None else found[0]
+
+
+def _open_other(caller: str, path: str) -> Reader:
     if export := find_export(path):
         return _Export(export)
     from estimator.tf_checkpoint._tf_bundle import tensorflow_prefix
@@ -53,31 +55,15 @@ def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
             return Safetensors(caller, path)
         if path.endswith(_TORCH):
             return TorchFile(caller, path)
+    # Any other path is read as a checkpoint, whose error says what is wrong.
     try:
         return _SavedState(Checkpoint(path))
-    except ValueError as e:
+    except NotACheckpointError as e:
         raise ValueError(
             f"`{caller}` cannot read {path!r}: it is neither a checkpoint, nor a model_dir that has one, nor an "
             "exported model, a TensorFlow checkpoint (`model.ckpt-1000`, with `.index` and `.data-*` files), or a file "
             "`*.npz`, `*.safetensors`, or of PyTorch, `*.pt`, `*.pth` or `*.bin`. Give the path of one."
         ) from e
-
-
-def read_newest(caller: str, path: str | os.PathLike[str], read: Callable[[Reader], T]) -> T:
-    """Reads at a path; of a model_dir whose newest checkpoint a training run removes meanwhile, the next one.
-
-    Args and errors are as for `open_reader`.
-    """
-    failed = None
-    while True:
-        newest = find_newest(expand(path)) if isinstance(path, str | os.PathLike) else None
-        try:
-            return read(open_reader(caller, path))
-        except NotACheckpointError:
-            # A newer one may have replaced it; if not, it is missing for another reason.
-            if newest == failed:
-                raise
-            failed = newest
 
 
 def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, list[int]]]:
@@ -180,6 +166,7 @@ class _SavedState(Reader):
         self._checkpoint = checkpoint
         self.path = checkpoint.path
         self.shapes = checkpoint.shapes()
+        checkpoint.log_if_renamed()
 
     def variables(self) -> list[str]:
         return list(self._checkpoint.shapes(slots=False))

@@ -3,49 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
-from typing import Any, NamedTuple
 
 from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
 from estimator.checkpoint._model_dir import list_sound
-from estimator.checkpoint._orbax import quiet_orbax
-from estimator.storage._manifest import DamagedCheckpointError
-
-
-class _Info(NamedTuple):
-    """A checkpoint as orbax's policies see it."""
-
-    step: int
-    time: datetime.datetime
-    metrics: dict[str, Any] | None = None
+from estimator.storage._sealed_folder import DamagedError
 
 
 def remove_old(newest: Checkpoint, keep_max: int | None, keep_every_n_hours: float | None) -> None:
     """Removes checkpoints beside the one just written, as in `Checkpoints`, unless they are pinned or being read."""
     if not keep_max:
         return
-    from orbax.checkpoint.checkpoint_managers import (
-        AnyPreservationPolicy,
-        EveryNSeconds,
-        LatestN,
-        PreservationContext,
-        PreservationPolicy,
-    )
-
-    policies: list[PreservationPolicy] = [LatestN(keep_max)]
-    if keep_every_n_hours is not None:
-        policies.append(EveryNSeconds(keep_every_n_hours * 3600))
-    infos = {}
+    times = {}
     # Damaged checkpoints are not listed: they are neither counted nor removed. The new one is last, whatever its step
     # is.
     for each in [*(each for each in list_sound(os.path.dirname(newest.path)) if each != newest), newest]:
-        with contextlib.suppress(DamagedCheckpointError, NotACheckpointError):  # or it was removed meanwhile
-            infos[each] = _Info(each.step, datetime.datetime.fromtimestamp(each.written_ns / 1e9))
-    with quiet_orbax():
-        keeps = AnyPreservationPolicy(policies).should_preserve([*infos.values()], context=PreservationContext())
-    for each, keep in zip(infos, keeps, strict=True):
-        if not keep and not each.is_pinned():
+        with contextlib.suppress(DamagedError, NotACheckpointError):  # or it was removed meanwhile
+            times[each] = each.written_ns / 3.6e12
+    kept = None
+    for each, time in [*times.items()][:-keep_max]:
+        # A time before the last one is of a clock that was set back: it counts from here.
+        if keep_every_n_hours is not None and (kept is None or not 0 <= time - kept < keep_every_n_hours):
+            kept = time
+        elif not each.is_pinned():
             # Locked until it is removed, so that no process begins to read it; a checkpoint that is being read stays.
             with contextlib.suppress(BlockingIOError, NotACheckpointError), each.lock(exclusive=True):
                 each.remove()

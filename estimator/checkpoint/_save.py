@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,8 +34,7 @@ from estimator.multihost._global_arrays import gather_on_chief
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.storage._files import is_url, rename
 from estimator.storage._folders import upload
-from estimator.storage._manifest import MANIFEST, write_manifest
-from estimator.storage._own_folders import MARK, empty_own, is_own, make_own, mark_own, remove_own
+from estimator.storage._sealed_folder import MANIFEST, MARK, SealedFolder
 
 _MOST_BYTES_TO_HOLD = 1 << 26
 
@@ -59,22 +59,19 @@ def save_checkpoint(
       host: what to save beside them, as JSON.
       keep_max, keep_every_n_hours: which checkpoints to keep, as in `Checkpoints`.
       copied: called once there is a copy; from then on a program may donate the memory of the arrays.
-      group: the processes that write it together; None: this one does it alone. To a store, from the disks of their
+      group: the processes that write it together; if None, only this one does. To a store, from the disks of their
         own, process 0 writes for all.
     """
     group = group or SingleProcess()
     saved = Checkpoint(path if is_url(path) else os.path.abspath(path))
-
-    def finish() -> None:
-        remove_old(saved, keep_max, keep_every_n_hours)
-
     if not is_url(path):
-        _save_on_disk(saved, arrays, host, copied, finish, group)
-        return
-    if group.count > 1:
-        arrays = gather_on_chief(arrays)
-        copied()
-    group.broadcast_from_chief(lambda: _save_in_store(saved, arrays, host, copied, finish))
+        _save_on_disk(saved, arrays, host, copied, group)
+    else:
+        if group.count > 1:
+            arrays = gather_on_chief(arrays)
+            copied()
+        group.broadcast_from_chief(lambda: _save_in_store(saved, arrays, host, copied))
+    group.broadcast_from_chief(lambda: remove_old(saved, keep_max, keep_every_n_hours))
 
 
 def hold_arrays(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
@@ -96,44 +93,41 @@ def _save_on_disk(
     arrays: Mapping[str, jax.Array | np.ndarray],
     host: dict[str, Any],
     copied: Callable[[], object],
-    finish: Callable[[], None],
     group: ProcessGroup,
     folder_per_array: bool = False,
 ) -> None:
     """Writes a checkpoint on a disk.
 
     Args:
-      finish: called when the checkpoint is in its place.
       folder_per_array: whether a part of the checkpoint can be copied, for those who need a part of its arrays.
     """
     path = saved.path
-    unfinished = path + UNFINISHED
+    unfinished = SealedFolder(path + UNFINISHED)
+    written = Checkpoint(unfinished.file(os.path.basename(path)))
 
     def put_in_place() -> None:
-        written = os.path.join(unfinished, os.path.basename(path))
         # Mark, manifest and sync come before the rename: what has the name is complete, also after a crash of the
-        # machine. Old checkpoints are removed only after it.
-        mark_own(written)
-        write_manifest(written, without=(PIN,))
+        # machine.
+        written.mark()
+        written.seal(without=(PIN,))
         if os.path.isdir(path):
             saved.check_place()
             saved.remove()
-        rename(written, path)
-        finish()
+        rename(written.path, path)
 
     with contextlib.ExitStack() as stack:
         if group.index == 0:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             remove_leftovers(os.path.dirname(path))
-            make_own(unfinished)
+            unfinished.make()
             # After an error of one array, TensorStore may still write others, and make the folders for them again.
-            stack.callback(empty_own, unfinished)
-        with quiet_orbax(), plain_path(unfinished) as folder:
+            stack.callback(unfinished.empty)
+        with quiet_orbax(), plain_path(unfinished.path) as folder:
             _write(os.path.join(folder, os.path.basename(path)), arrays, host, copied, group, not folder_per_array)
         group.broadcast_from_chief(put_in_place)
         stack.pop_all()
     if group.index == 0:
-        remove_own(unfinished)
+        unfinished.remove_files()
 
 
 def _save_in_store(
@@ -141,18 +135,16 @@ def _save_in_store(
     arrays: Mapping[str, jax.Array | np.ndarray],
     host: dict[str, Any],
     copied: Callable[[], object],
-    finish: Callable[[], None],
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         local = Checkpoint(os.path.join(folder, os.path.basename(saved.path)))
-        _save_on_disk(local, arrays, host, copied, lambda: None, SingleProcess(), folder_per_array=True)
+        _save_on_disk(local, arrays, host, copied, SingleProcess(), folder_per_array=True)
         # A checkpoint that is replaced is removed right before the upload: until then a kill does not change it.
         for each in list_folders(os.path.dirname(saved.path)):
-            if each == saved or (is_own(each.path) and not each.exists()):
+            if each == saved or (each.is_own() and not each.exists()):
                 each.check_place()
                 each.remove()
         upload(local.path, saved.path, first=(MARK,), last=(MANIFEST, WHOLE_FILE))
-    finish()
 
 
 def _write(
@@ -166,17 +158,20 @@ def _write(
     import orbax.checkpoint as ocp
 
     processes = processes_of(together=group.count > 1)
+    # orbax would make directories in threads that know saves by one number of the process: of two saves at a time, of
+    # two Estimators, one would wait for the directories of the other, or write before its own are there.
+    options = ocp.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=Barrier(group))
     registry = ocp.DefaultCheckpointHandlerRegistry()
     registry.add(ARRAYS, ocp.args.PyTreeSave, array_handler(processes, use_ocdbt=use_ocdbt))
     handler = ocp.CompositeCheckpointHandler(
-        handler_registry=registry, composite_options=ocp.CompositeOptions(multiprocessing_options=processes)
+        handler_registry=registry,
+        composite_options=ocp.CompositeOptions(async_options=options, multiprocessing_options=processes),
     )
-    options = ocp.AsyncOptions(
-        # Otherwise two saves at a time, of two Estimators, could wait for each other's directories.
-        create_directories_asynchronously=False,
-        barrier_sync_fn=Barrier(group),
-    )
-    with ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=processes) as checkpointer:
+    # A time limit would go by the wall clock, which may be set meanwhile.
+    no_limit = int(threading.TIMEOUT_MAX)
+    with ocp.AsyncCheckpointer(
+        handler, no_limit, async_options=options, multiprocessing_options=processes
+    ) as checkpointer:
         args = ocp.args.Composite(**{ARRAYS: ocp.args.PyTreeSave(arrays)})
         checkpointer.save(path, args=args, custom_metadata=host, force=True)
         copied()

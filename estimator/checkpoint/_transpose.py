@@ -29,7 +29,7 @@ class Transpose:
 
     Args:
       name: of the array in the file.
-      axes: of the array in the file, in the order that the variable has them, as for `numpy.transpose`; None: the
+      axes: of the array in the file, in the order that the variable has them, as for `numpy.transpose`; if None, the
         reverse order.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Checks of arguments, and of the shapes of arrays, that several functions share."""
+"""Checks of arguments, and of shapes, dtypes and values of arrays, that several functions share."""
 
 from __future__ import annotations
 
@@ -110,3 +110,30 @@ def as_real(array: ArrayLike) -> jax.Array:
             "lose its imaginary part. Pass `jnp.real(x)`, `jnp.imag(x)` or `jnp.abs(x)`."
         )
     return array
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """The array in float32 if it is of half precision, whose sums and squares overflow and stop growing early."""
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32 else x
+
+
+def widen_int(x: jax.Array) -> jax.Array:
+    """Integers in 32 bits at least: a byte cannot be compared with 1000, nor replaced by it."""
+    return x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+
+
+def hide_absent(weights: ArrayLike, x: jax.Array, valid: jax.Array | None = None, by: float = 0) -> jax.Array:
+    """`by` for what is not `valid`, by default not finite, where the weight is 0: such a row counts as absent.
+
+    Otherwise zero times NaN would be NaN: in a sum, and in a gradient if it is hidden only after it was computed with.
+    All else stays as it is, so that the gradient of a weight that happens to be 0 is right.
+    """
+    if isinstance(weights, int | float) and weights:
+        return x
+    valid = jnp.isfinite(x) if valid is None else valid
+    return jnp.where((jnp.asarray(weights) == 0) & ~valid, jnp.asarray(by, x.dtype), x)
+
+
+def unsign_zeros(x: jax.Array) -> jax.Array:
+    """The array with 0.0 for -0.0: `jax.lax.top_k` takes the latter for smaller."""
+    return jnp.where(x == 0, jnp.zeros((), x.dtype), x)

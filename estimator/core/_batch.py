@@ -100,7 +100,7 @@ def unknown_dtype(dtype: Any) -> str | None:
     if dtype.type is np.void:
         return f"of dtype {dtype}, which is bytes. Write `x.view(dtype)` with the dtype of the numbers in them."
     # np.longdouble and np.clongdouble: jax has no float beyond 64 bits.
-    if dtype.char in "gG":
+    if dtype.type in (np.longdouble, np.clongdouble):
         return f"of dtype {dtype}. Write `x.astype({'np.float32' if dtype.kind == 'f' else 'np.complex64'})`."
     if dtype.kind in "Mm":
         return f"of dtype {dtype}. Write `x.astype(np.int64)`."
@@ -113,6 +113,30 @@ def rows_of(features: Features, labels: Labels = None) -> int:
     leaves = tree_leaves((features, labels), is_leaf=find_sparse())
     shape = getattr(leaves[0], "shape", ()) if leaves else ()
     return shape[0] if shape else check_batch(features, labels)
+
+
+def describe_nan(features: Features, labels: Labels = None) -> str:
+    """The arrays of a batch that hold NaN or infinities, and their rows, in words; nothing if there are none.
+
+    >>> describe_nan({"x": np.array([[0, np.inf], [np.nan, 1], [np.nan, np.nan]])})
+    "features['x'] holds 3 NaN, in rows 1 and 2, and 1 inf, in row 0"
+    """
+    found = []
+    for name, leaf in named_leaves(features, labels, is_leaf=is_sparse).items():
+        is_here = isinstance(leaf, jax.Array) and not leaf.is_deleted() and leaf.is_fully_addressable
+        if (is_here or isinstance(leaf, np.ndarray)) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            kinds = {kind: np.argwhere(is_kind(leaf)) for kind, is_kind in (("NaN", np.isnan), ("inf", np.isinf))}
+            holds = [f"{len(at)} {kind}, in {_list_rows(at[:, 0])}" for kind, at in kinds.items() if len(at)]
+            found.extend([f"{name} holds {', and '.join(holds)}"] if holds else [])
+    return "; ".join(found)
+
+
+def _list_rows(rows: np.ndarray) -> str:
+    first, *others = [str(row) for row in np.unique(rows)]
+    if not others:
+        return f"row {first}"
+    shown = [first, *others][:5]
+    return f"rows {', '.join(shown)} ..." if len(others) >= 5 else f"rows {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -145,7 +169,7 @@ class BatchGuard:
 
     def __init__(self, features: Features, labels: Labels) -> None:
         self._built_with = _shapes(features, labels)
-        # Of numpy's arrays alone: jax's would have to be fetched, and abstract ones have no values.
+        # Only of numpy's arrays: jax's would have to be fetched, and abstract ones have no values.
         self._label_ranges = ", ".join(
             f"{name} from {leaf.min()} to {leaf.max()}"
             for name, leaf in named_leaves(None, labels).items()
@@ -209,7 +233,9 @@ def _rows(name: str, leaf: Any) -> int:
         raise TypeError(
             f"features and labels must be arrays of numbers; got {name} of dtype {leaf.dtype}. "
             "Turn strings into integers in input_fn, by `est.feature_column.encode(features, columns)` for example, "
-            "those of labels by `est.feature_column.encode_labels(labels, label_vocabulary)`."
+            "those of labels by `est.feature_column.encode_labels(labels, label_vocabulary)`; `pandas_input_fn` and "
+            "`csv_input_fn` do it for `columns=columns` and `label_vocabulary=label_vocabulary`. Write "
+            "`.astype(np.int32)` for integers in an array of objects."
         )
     elif fix := unknown_dtype(leaf.dtype):
         raise TypeError(f"features and labels must be arrays of numbers that jax has; got {name} {fix}")

@@ -53,7 +53,7 @@ class EstimatorSpec:
       eval_metric_ops: by name, what the functions of `est.metrics` return, or any pytree with `merge` and `compute`.
       export_outputs: `est.export` outputs by signature; by default, in PREDICT, the predictions.
       training_chief_hooks, training_hooks, evaluation_hooks, prediction_hooks: `est.Hook`s.
-      scaffold: always None: what TensorFlow's says is said by `RunConfig`, `warm_start_from=` and hooks.
+      scaffold: always None; what TensorFlow's says is said by `RunConfig`, `warm_start_from=` and hooks.
       reported: by name, what the model_fn reported by `est.summary` and `est.record`; filled in by the run.
       eval_metrics: instead of `eval_metric_ops`, as in `TPUEstimatorSpec`: `(metric_fn, tensors)`. In EVAL `metric_fn`
         gets the tensors, a dict by its names or a list, and returns the metrics; in towers a tower's, whose metrics
@@ -187,6 +187,8 @@ def _checked_loss(mode: ModeKeys, loss: Any) -> jax.Array | None:
     if _is_array(loss):
         _check_arrays("loss", loss)
     loss = jnp.asarray(loss)
+    if jnp.iscomplexobj(loss):
+        raise TypeError(f"loss must be real, given: {_describe(loss)}. Write `loss.real`, or `jnp.abs(loss)`.")
     if loss.size != 1:
         raise ValueError(
             f"Loss must be scalar, given: an array of shape {loss.shape}. "
@@ -259,7 +261,7 @@ def _checked_metrics(metrics: Any) -> dict[str, Mergeable]:
 
 def _join_pair(metric: Any) -> Any:
     """The metric, of its parts `(value, update)`."""
-    # A port takes a metric apart as TensorFlow's pair and gives both parts back: here they are one and the same array.
+    # A port takes a metric apart as TensorFlow's pair and gives both parts back.
     if isinstance(metric, tuple) and len(metric) == 2:
         value, update = map(metric_of, metric)
         return metric if value is None or value is not update else value
@@ -298,10 +300,10 @@ def checked_hooks(name: str, hooks: Any) -> tuple[Hook, ...]:
     hooks = tuple(hooks)
     for hook in hooks:
         if not isinstance(hook, Hook):
-            raise TypeError(
-                f"All hooks must be hook instances, but {name} holds {_describe(hook)}. "
-                "Derive its class from `est.Hook`; its `after_create_session` is called `after_create_state` here."
-            )
+            mend = "Derive its class from `est.Hook`; its `after_create_session` is called `after_create_state` here."
+            if isinstance(hook, type) and issubclass(hook, Hook):
+                mend = f"That is a class. Call it: `{hook.__name__}(...)`."
+            raise TypeError(f"All hooks must be hook instances, but {name} holds {_describe(hook)}. {mend}")
         check_methods(Hook, hook)
     return hooks
 

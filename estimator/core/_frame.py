@@ -140,14 +140,13 @@ class Frame:
       scope, reuse, scope_defaults: the open `variable_scope`s.
       name_scope: prefixes what is reported, as TensorFlow's `name_scope`: of no two openings of a scope the same.
       declared: what the model_fn has named so far.
-      notes: of features, about this run alone.
+      notes: of features, about only this run.
       writes: the variables that it wrote.
       denominators: of the losses so far; only those known in the model_fn itself, not in a loop or branch within it.
       reported: what it reported, by full name (see `_record.py`).
       placement: where a replicated model_fn wants its variables; None for a plain one.
-      guard: what becomes of steps that are not made; None: all are.
+      guard: policy for steps that are not made; None if every step is.
       compared_on: where the first batch runs in one tower too, to compare the numbers (`steps/_one_tower_check.py`).
-      deferred: by field of the spec, what it returns in it, and the `Deferred` that it comes from.
       tracing: where the run stands among jax's transformations.
     """
 
@@ -171,7 +170,6 @@ class Frame:
     placement: Placement | None = None
     guard: StepGuard | None = None
     compared_on: jax.Device | None = None
-    deferred: dict[str, Any] = dataclasses.field(default_factory=dict)
     tracing: Tracing = dataclasses.field(default_factory=Tracing)
 
     def fresh(self, **changes: Any) -> Frame:
@@ -189,16 +187,16 @@ class Frame:
         own = {"variables": dict(self.variables), "slots": dict(self.slots), "declared": declared}
         return Frame(**(inherited | own | changes))
 
-    def adopt_names(self, inner: Frame) -> None:
-        """Makes the variables and optimizers of a run within this one known here."""
-        self.declared.trainable.update(inner.declared.trainable)
-        self.declared.aggregation.update(inner.declared.aggregation)
-        self.declared.slot_owners.update(inner.declared.slot_owners)
-        self.declared.notes.update(inner.declared.notes)
+    def adopt_names(self, inner: Declared) -> None:
+        """Makes the variables and optimizers that a run within this one has declared known here."""
+        self.declared.trainable.update(inner.trainable)
+        self.declared.aggregation.update(inner.aggregation)
+        self.declared.slot_owners.update(inner.slot_owners)
+        self.declared.notes.update(inner.notes)
         # Taken over and not added up: the inner run began with the counts of this one.
-        self.declared.rng_calls = inner.declared.rng_calls
-        self.declared.scope_uses = inner.declared.scope_uses
-        self.declared.name_scopes = inner.declared.name_scopes
+        self.declared.rng_calls = inner.rng_calls
+        self.declared.scope_uses = inner.scope_uses
+        self.declared.name_scopes = inner.name_scopes
 
 
 # The fields that a run within another one inherits; others start with their defaults.
@@ -218,8 +216,8 @@ def current_trace() -> Any:
 def transformations_within(frame: Frame) -> tuple[str, ...] | None:
     """The transformations of jax between the model_fn and the code that calls this, the innermost first.
 
-    None: jax traces both in one function, so that what is known here is known in the model_fn. A function that is
-    traced apart by `jax.jit` alone has no names.
+    It is None if jax traces both in one function, so that what is known here is known in the model_fn. A function that
+    is traced apart only by `jax.jit` has no names.
     """
     if frame.tracing.trace == current_trace():
         return None

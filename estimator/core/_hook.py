@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -13,8 +14,9 @@ import numpy as np
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._state import State
-from estimator.core._train_op import select_rates
+from estimator.core._train_op import StepReport
 from estimator.core._typing import PyTree
+from estimator.porting._missing_names import missing_attribute
 
 T = TypeVar("T")
 
@@ -55,12 +57,12 @@ class Hook:
         """Called when the state was made, or read from a checkpoint, before the first step."""
 
     def next_step(self, step: int) -> int | None:
-        """The next step around which to call `before_run` and `after_run`; None: not now, ask again.
+        """The next step around which to call `before_run` and `after_run`; None to be asked again.
 
-        Called before each program, up to two programs ahead of what has run; at least every 100 steps, unless
-        `RunConfig(steps_per_loop=...)` is more. So a hook that goes by the clock returns `step + 1` when its time has
-        come, and None until then. It may be called several times with the same step: what it returns must not depend
-        on how often.
+        Called before each program, up to two programs ahead of what has run: about once a second, and at least every
+        100 steps, unless `RunConfig(steps_per_loop=...)` is more. So a hook that goes by the clock returns `step + 1`
+        when its time has come, and None until then. It may be called several times with the same step: what it returns
+        must not depend on how often.
 
         Args:
           step: the number of steps that will have run (in `evaluate` and `predict`: of batches).
@@ -80,7 +82,7 @@ class Hook:
         """Called after a step was started; it waits for the step's end only if it reads a value or the state."""
 
     def get_state(self) -> Any:
-        """Returns what the hook remembers, which `train` saves with each checkpoint; None: nothing.
+        """Returns what the hook remembers, which `train` saves with each checkpoint; None if nothing.
 
         Made of dicts with strings as keys, lists, numbers, strings, bytes and None. In `train` a hook that overrides
         this is called before the one that saves, so that the checkpoint of a step knows what the hook made of it.
@@ -147,52 +149,70 @@ def as_hooks(hooks: Iterable[Any]) -> tuple[Hook, ...]:
     return tuple(hook if issubclass(type(hook), Hook) else StandIn(hook) for hook in hooks)
 
 
-class Context(Protocol):
-    """The view that a hook has of the run, and the means to act on it."""
+class Context(abc.ABC):
+    """The view that a hook has of the run, and the means to act on it.
 
-    @property
-    def mode(self) -> ModeKeys:
-        """One of `est.ModeKeys`."""
+    Attributes:
+      mode: one of `est.ModeKeys`.
+      model_dir: the directory in which the Estimator saves; None for a run without one.
+      output_dir: the directory for event files of the run: the model_dir, or the eval_dir in `evaluate`; None in
+        `predict`.
+      reported: the values that the model_fn reports in this mode, by name: reports of `jax.ShapeDtypeStruct`s.
+      trainable_variables: the names of the variables that optimizers change by default, in the order in which the
+        model_fn got them; `state.variables` has the values by name.
+      global_step: the number of training steps done.
+      batches: the number of batches that this run has taken.
+      examples: the number of examples in these batches.
+      clock: the step and `time.monotonic()` when the first program of a training run was done, whose compilation is not
+        part of a rate; None before.
+      phase: the phase of the run: "begin", "input", "compile", "step", "hook", "checkpoint", "evaluate", "output"
+        (`predict` waits for its caller) or "end".
+      error: in `end`, the exception that ended the run, or None.
+      stop_reason: in `end`, why the run ended: "input" (which ended), "steps" (all were done), "error", "closed" (an
+        iterator of `predict`), "SIGTERM", "SIGINT" (Ctrl-C), or what was passed to `request_stop`.
+      preempted: true after SIGTERM or Ctrl-C: another run is to continue.
+      found_nan: true if a loss is known to be NaN; nothing is saved any more.
+      metrics: in `end` of an evaluation that succeeded, what `evaluate` returns.
+      restored: true if the newest checkpoint holds other values than the state: see `note_restored`.
+      report: what the steps say of themselves, with an array of all values in place of each scalar: of the same steps
+        as the losses that watchers see, and available as late as these.
+    """
 
-    @property
-    def model_dir(self) -> str | None:
-        """The directory in which the Estimator saves; None for a run without one."""
+    phase: str
 
-    @property
-    def output_dir(self) -> str | None:
-        """The directory for event files of the run: the model_dir, in `evaluate` the eval_dir; None in `predict`."""
+    def __init__(self, mode: ModeKeys, model_dir: str | None, global_step: int) -> None:
+        self.mode = mode
+        self.model_dir = model_dir
+        # An evaluation gets its eval_dir from `Runs.evaluate`; a prediction writes no events.
+        self.output_dir = model_dir if mode == ModeKeys.TRAIN else None
+        self.reported: dict[str, Report] = {}
+        self.trainable_variables: tuple[str, ...] = ()
+        self.global_step = global_step
+        self.batches = 0
+        self.examples = 0
+        self.clock: tuple[int, float] | None = None
+        self.error: BaseException | None = None
+        self.stop_reason: str | None = None
+        self.preempted = False
+        self.found_nan = False
+        self.metrics: dict[str, Any] | None = None
+        self.restored = False
+        self.report = StepReport()
+        self._state: State | None = None
+        self._watchers: list[Callable[[Context, int, np.ndarray], None]] = []
 
-    @property
-    def reported(self) -> dict[str, Report]:
-        """The values that the model_fn reports in this mode, by name: reports of `jax.ShapeDtypeStruct`s."""
+    if not TYPE_CHECKING:  # which would take any name for an attribute
 
-    @property
-    def trainable_variables(self) -> tuple[str, ...]:
-        """The names of the variables that optimizers change by default, in the order in which the model_fn got them;
-        `state.variables` has the values by name."""
-
-    @property
-    def global_step(self) -> int:
-        """The number of training steps done."""
-
-    @property
-    def batches(self) -> int:
-        """The number of batches that this run has taken."""
-
-    @property
-    def examples(self) -> int:
-        """The number of examples in these batches."""
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, "Context", name)
 
     @property
     def step(self) -> int:
         """The count for `Hook.next_step`: the global step in `train`, the batches in `evaluate` and `predict`."""
+        return self.global_step if self.mode == ModeKeys.TRAIN else self.batches
 
     @property
-    def clock(self) -> tuple[int, float] | None:
-        """The step and `time.monotonic()` when the first program of a training run was done, whose compilation is not
-        part of a rate; None before."""
-
-    @property
+    @abc.abstractmethod
     def input_wait(self) -> float:
         """The seconds that this process has waited for training input since `clock`."""
 
@@ -200,50 +220,17 @@ class Context(Protocol):
     def least_step_seconds(self) -> float | None:
         """The seconds that the FLOPs of a training step take at the peak of its devices; None if that is not known, as
         on CPUs."""
-
-    @property
-    def phase(self) -> str:
-        """The phase of the run: "begin", "input", "compile", "step", "hook", "checkpoint", "evaluate", "output"
-        (`predict` waits for its caller) or "end"."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """In `end`: the exception that ended the run, or None."""
-
-    @property
-    def stop_reason(self) -> str | None:
-        """In `end`: why the run ended: "input" (which ended), "steps" (all were done), "error", "closed" (an iterator
-        of `predict`), or what was passed to `request_stop`."""
+        return None
 
     @property
     def stop_requested(self) -> bool:
         """True if someone wants the run to end."""
-
-    @property
-    def preempted(self) -> bool:
-        """True after SIGTERM: the process ends with the run."""
-
-    @property
-    def found_nan(self) -> bool:
-        """True if a loss is known to be NaN; nothing is saved any more."""
-
-    @property
-    def metrics(self) -> dict[str, Any] | None:
-        """In `end` of an evaluation that succeeded: what `evaluate` returns."""
-
-    @property
-    def restored(self) -> bool:
-        """True if the newest checkpoint holds other values than the state: see `note_restored`."""
+        return self.stop_reason is not None
 
     @property
     def scalars(self) -> dict[str, np.ndarray]:
-        """All values, by tag, that the log and summaries show beside the losses that watchers see: `rates` among
-        them."""
-
-    @property
-    def rates(self) -> dict[str, np.ndarray]:
-        """Learning rates of the same steps as the losses that watchers see, available as late as these: of optimizers
-        under `optax.inject_hyperparams`, by tag, "learning_rate" or, of several, "learning_rate/<name>"."""
+        """All values in `report` that the log and summaries show beside the loss, by tag."""
+        return self.report.scalars()
 
     @property
     def state(self) -> State:
@@ -251,6 +238,9 @@ class Context(Protocol):
 
         Reading it waits for the steps, and looks at their losses: one that is NaN is raised here.
         """
+        if self._state is None:
+            raise RuntimeError("There is no state yet: `context.state` can be read from `after_create_state` on.")
+        return self._state
 
     def save(self, wait: bool = True) -> str | None:
         """Saves a checkpoint now, unless this step has one, or a loss was NaN; returns the path of the newest
@@ -260,10 +250,16 @@ class Context(Protocol):
           wait: whether to return when it is on disk. Otherwise, with `RunConfig(save_checkpoints_async=True)`, it may
             appear there later; the next save, the end of the run and `latest_checkpoint` wait for it.
         """
+        raise RuntimeError(f"Only training saves checkpoints; got `context.save()` in mode {str(self.mode)!r}.")
 
     def change(self, change: Callable[[Any], Any]) -> None:
         """Replaces the training carry (variables, slots and global step) by `change(carry)`."""
+        raise RuntimeError(
+            "Only training changes variables, from `after_create_state` to the last `after_run`; got a change in "
+            f"mode {str(self.mode)!r}."
+        )
 
+    @abc.abstractmethod
     def set_learning_rate(self, name: str, value: float) -> None:
         """Sets a learning rate from the next step on, as `est.set_learning_rate` does with a state; nothing waits.
 
@@ -278,23 +274,30 @@ class Context(Protocol):
           watcher: called as `watcher(context, step, losses)` with the losses of some steps in order, the first of them
             `step`.
         """
+        self._watchers.append(watcher)
 
+    @abc.abstractmethod
     def look(self) -> None:
         """Waits for the steps so far, and lets watchers see their losses. One that is NaN is raised."""
 
+    @abc.abstractmethod
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Says in `phase` that the run evaluates within the block."""
 
     def note_restored(self) -> None:
-        """Notes that a hook gave the newest checkpoint values that differ from the state."""
+        """Records that a hook gave the newest checkpoint values that differ from the state."""
+        self.restored = True
 
+    @abc.abstractmethod
     def events(self, directory: str | None = None) -> Events:
         """The writer of event files for a directory (`output_dir`): one for all hooks; closed after their `end`."""
 
+    @abc.abstractmethod
     def agreed(self, make: Callable[[], T]) -> T:
         """Returns in all processes what `make` returns in process 0: for decisions that depend on a clock or a disk,
         and on which programs or checkpoints depend. All processes call it; only process 0 calls `make`."""
 
+    @abc.abstractmethod
     def request_stop(self, reason: str = "a hook") -> None:
         """Ends the run after the current moment, as if its input had ended; of several processes, all."""
 
@@ -310,15 +313,22 @@ class RunValues:
     """The values of one step (or batch), fetched from the devices when they are read."""
 
     def __init__(
-        self, losses: Any, steps: int, reported: dict[str, Any], requested: Any, scalars: dict[str, Any] | None = None
+        self,
+        losses: Any,
+        steps: int,
+        reported: dict[str, Any],
+        requested: Any,
+        report: StepReport | None = None,
+        declared: Iterable[str] = (),
     ) -> None:
         self._losses = losses  # of a program: an array of at least `steps` steps, or of a single one
         self._steps = steps
         self._reported = reported
         self._requested = requested
-        self._scalars = scalars or {}
+        self._report = report or StepReport()
         for name in () if requested is None else jax.tree.leaves(requested):
-            known = ["loss"] * (losses is not None) + sorted(reported)
+            # A model_fn may leave out what it reported at first: of a gradient that turned out to be None.
+            known = ["loss"] * (losses is not None) + sorted({*reported, *declared})
             if name not in known:
                 raise ValueError(
                     f"A hook requests the value {name!r}, but the model_fn reports only {known}. {_advice(name, known)}"
@@ -331,24 +341,26 @@ class RunValues:
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """The learning rates of the step, of optimizers under `optax.inject_hyperparams`, by tag; see
-        `Context.rates`."""
-        return {tag: self._last(of_steps) for tag, of_steps in select_rates(self._scalars).items()}
+        """The learning rates of the step, by the names of `est.learning_rates` and `Context.set_learning_rate`."""
+        return {name: self._last(of_steps) for name, of_steps in self._report.learning_rates.items()}
 
     @property
     def scalars(self) -> dict[str, float]:
         """The values of the step that the log and summaries show beside the loss, by tag."""
-        return {tag: self._last(of_steps) for tag, of_steps in self._scalars.items()}
+        return {tag: self._last(of_steps) for tag, of_steps in self._report.scalars().items()}
 
     def _last(self, of_steps: Any) -> float:
         return float(np.asarray(of_steps).item(self._steps - 1))
 
     @property
     def results(self) -> PyTree:
-        """The values that `before_run` requested, as Python and numpy values in the same structure."""
-        names = {name for name in jax.tree.leaves(self._requested) if name != "loss"}
-        reports = jax.device_get({name: self._reported[name] for name in names})
-        return jax.tree.map(lambda name: self.loss if name == "loss" else reports[name].as_value(), self._requested)
+        """The values that `before_run` requested, as Python and numpy values in the same structure; None for one that
+        the step did not report, but the model_fn did when the state was initialized."""
+        reports = jax.device_get(
+            {n: self._reported[n] for n in jax.tree.leaves(self._requested) if n in self._reported}
+        )
+        values = {name: report.as_value() for name, report in reports.items()}
+        return jax.tree.map(lambda name: self.loss if name == "loss" else values.get(name), self._requested)
 
 
 def _advice(name: Any, known: list[str]) -> str:

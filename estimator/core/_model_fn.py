@@ -7,6 +7,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from traceback import walk_tb
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import Features, Labels
-from estimator.porting._missing_names import explain_batch_size
+from estimator.porting._missing_names import explain_missing_key
 
 ModelFn = Callable[..., EstimatorSpec]
 """A function of `features` and any of `labels, mode, params, config`."""
@@ -30,13 +31,21 @@ _NEED_VALUES = (
 )
 _NEEDS_A_SHAPE = "Shapes must be 1D sequences of concrete values"  # an error of `jnp.zeros(n)`, with a traced n
 _OF_SHAPES = re.compile(r"shape|broadcast|Size of label")
+_INSTEAD_OF_VALUES = (
+    "Write `jnp.where` or `jax.lax.cond` instead of `if`, `jnp.where` or weights instead of `x[x > 0]`, functions of "
+    "jnp instead of numpy's, and shapes of Python's ints. (jax may name a function of this library, which calls yours.)"
+)
+_INSTEAD_OF_SKLEARN = (
+    "scikit-learn cannot take them: use `est.metrics` in the model_fn, "
+    "`eval_metric_ops={'accuracy': est.metrics.accuracy(labels, predictions)}`, or give it what `predict` yields."
+)
 # How this note begins: a model_fn around this one finds it by that, and does not add its own.
 _TRACED = "A value of Python is needed where jax only traces, in"
 _OPTIONAL = ("labels", "mode", "params", "config")
 
 
 def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
-    """A function of `(features, labels, mode)` alone that checks what comes back.
+    """A function of only `(features, labels, mode)` that checks what comes back.
 
     Arguments go by keyword, and only those that the model_fn has; `**kwargs` takes all. As in TensorFlow each run has
     a copy of params: the model_fn runs more than once, in each mode and for each shape of a batch.
@@ -78,7 +87,7 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
         try:
             spec = model_fn(features=features, **taken)
         except Exception as error:
-            explain_batch_size(error)
+            explain_missing_key(error, params=taken.get("params"), features=features, labels=labels)
             _explain(error, shown, features, labels, mode)
             raise
         if not isinstance(spec, EstimatorSpec):
@@ -109,18 +118,17 @@ def _explain(error: Exception, shown: str, features: Features, labels: Labels, m
     towers, rows = current_frame("a model_fn").replica.towers, rows_of(features, labels)
     needs_value = isinstance(error, _NEED_VALUES) or _NEEDS_A_SHAPE in str(error)
     if needs_value and not any(_TRACED in note for note in there):
+        packages = {frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in walk_tb(error.__traceback__)}
         notes.append(
-            f"{_TRACED} {shown}: its arrays have no values yet. Write "
-            "`jnp.where` or `jax.lax.cond` instead of `if`, `jnp.where` or weights instead of `x[x > 0]`, functions of "
-            "jnp instead of numpy's, and shapes of Python's ints. (jax may name a function of this library, which "
-            "calls yours.)"
+            f"{_TRACED} {shown}: its arrays have no values yet. "
+            + (_INSTEAD_OF_SKLEARN if "sklearn" in packages else _INSTEAD_OF_VALUES)
         )
     if labels is None and ("None" in str(error) or (needs_value and mode == ModeKeys.PREDICT)):
         notes.append(
             "In PREDICT labels are None. Return `EstimatorSpec(mode, predictions=...)` before they are used."
             if mode == ModeKeys.PREDICT
-            else "The labels are None: input_fn gave features alone. Let it give tuples (features, labels); a list is "
-            "one of batches."
+            else "The labels are None, since input_fn gave only features. Let it give tuples (features, labels); a "
+            "list is one of batches."
         )
     elif needs_value:
         pass  # no shape has to do with it

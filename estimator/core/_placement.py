@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from estimator.core._bcoo import per_step
 from estimator.core._state import State
-from estimator.core._typing import Features, Labels, Partitions, PyTree, Shardings, Tree, Variables
+from estimator.core._typing import Partitions, PyTree, Shardings, Tree, Variables
 
 Step = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
 """`(state, features, labels) -> (state, spec)`."""
+
+Steps = Callable[..., tuple[State, PyTree]]
+"""`(state, features, labels, *bounds) -> (state, specs)`: a training step, or several in a loop, whose batches and
+specs are stacked. It may return a tuple of specs."""
 
 Read = Callable[[State, PyTree, PyTree], Tree]
 """`(state, features, labels) -> anything`; the state is only read."""
@@ -40,14 +43,49 @@ class Placement:
     A replicated model_fn puts another one into its frame. Shardings are pytree prefixes; None leaves the choice to jax.
 
     Attributes:
-      kind: in a word or two, for those who look at it.
       parts: the number of devices that each run of the model_fn is spread over.
       is_one_program: whether a training step may be part of another program (`jax.jit`, `lax.scan`).
+      homes: the places of the variables of several towers, in a few words.
     """
 
-    kind = "one device"
     parts = 1
     is_one_program = True
+    homes = ""
+
+    @property
+    def devices(self) -> Sequence[jax.Device]:
+        """The devices that the model_fn runs on, in all processes, tower after tower."""
+        return tuple(jax.device_put(np.int32(0)).devices())
+
+    @property
+    def towers(self) -> int:
+        """The number of towers in all processes."""
+        return self.towers_per_process * self._processes
+
+    @property
+    def _processes(self) -> int:
+        return jax.process_count() if self.spans_processes else 1
+
+    def introduce(self, rows: int) -> str:
+        """The towers, their devices and their shares of a batch, and where the variables are, for the log.
+
+        Args:
+          rows: of this process, in a batch.
+        """
+        towers, rows = self.towers, rows * self._processes
+        own = [device for device in self.devices if device.process_index == jax.process_index()]
+        where = name_devices(own or self.devices)
+        of_parts = f" of {self.parts} devices" if self.parts > 1 else ""
+        apart = f", {self.towers_per_process} in each of {self._processes} processes, here" * self.spans_processes
+        begin = f"{plural(towers, 'tower')}{of_parts}{apart} on" if towers * self.parts > 1 else "1 device:"
+        each, rest = divmod(rows, towers)
+        share = (f" = {towers} x {each}" + (f" + {rest}" if rest else "")) if each and towers > 1 else ""
+        homes = f"; variables {self.homes}" if self.homes else ""
+        return f"{begin} {where}, {plural(rows, 'row')}{share}{homes}"
+
+    def describe(self) -> str:
+        """A sentence that says where the variables live and where the optimizers run, for a report."""
+        return "Variables and slots are on one device, and the optimizers run there."
 
     def state(self, like: State) -> Shardings:
         """The shardings of a State; `like` has its abstract arrays, the variables in the order they were created."""
@@ -103,11 +141,6 @@ class Placement:
         """Arrays, whole on every device."""
         return tree
 
-    def first(self, of_towers: jax.Array) -> jax.Array:
-        """The first tower's of values with the towers as their first dimension, in every process."""
-        # Gathered before it is indexed: the first tower's part may be in another process.
-        return self.gather(of_towers)[0]
-
     def to_read(self, variables: Tree) -> Tree:
         """Variables, as the model_fn reads them."""
         return variables
@@ -120,47 +153,33 @@ class Placement:
         """The metrics of all towers, as they are merged."""
         return metrics
 
-    # How steps are compiled.
-
-    def compile_step(self, step: Step, halves: Halves, like: State, donate: bool) -> Step:
-        """The compiled training step.
+    def map_steps(self, steps: Steps, stacked: bool = False) -> Steps:
+        """The steps, run by each tower on its own rows and its own state, and what they return, merged.
 
         Args:
-          step: the pure `(state, features, labels) -> (state, spec)`.
-          halves: the same in two pure parts, for variables that are on devices of their own.
+          steps: as they are run by default: the model_fn maps over towers in each of them.
+          stacked: whether they get stacked batches, `[steps, rows, ...]`.
+        """
+        del stacked
+        return steps
+
+    # Where a step has to be several programs.
+
+    def split_step(self, halves: Halves, like: State, donate: bool) -> Step | None:
+        """The training step as several programs. If None, it is one.
+
+        Args:
+          halves: the step in two pure parts.
           like: the abstract State.
           donate: whether the memory of the given state may be reused.
         """
-        del halves
-        return self._compile_sharded(step, like, donate)
+        del halves, like, donate
+        return None
 
-    def compile_loop(self, loop: Step, halves: Halves, like: State, donate: bool) -> Step:
-        """The compiled steps over stacked batches; arguments as for `compile_step`."""
-        del halves
-        return self._compile_sharded(loop, like, donate, stacked=True)
-
-    def compile_read(self, step: Read[Tree]) -> Read[Tree]:
-        """The compiled `step(state, features, labels)`, which leaves the state as it is."""
-        # No shardings are given: the state may be from TRAIN, with slots, or from this mode, without.
-        return self._with_all_rows(jax.jit(step))
-
-    def _compile_sharded(self, step: Step, like: State, donate: bool, stacked: bool = False) -> Step:
-        shardings = self.state(like)
-        compiled = jax.jit(
-            step,
-            # None: a batch stays where the caller has it; `PureSteps.compute` constrains it within the program.
-            in_shardings=(shardings, None, None),
-            # The state comes out as it goes in: so its memory can be reused, and the next call needs no other program.
-            out_shardings=(shardings, None),
-            donate_argnums=0 if donate else (),
-        )
-        return self._with_all_rows(compiled, stacked)
-
-    def _with_all_rows(self, step: Read[Tree], stacked: bool = False) -> Read[Tree]:
-        """A step on the batch of all processes, given the rows of this one."""
-        if not self.spans_processes:
-            return step
-        return lambda state, *batch: step(state, *self.from_processes(batch, stacked))
+    def split_read(self, step: Read[Tree]) -> Read[Tree] | None:
+        """A step that only reads the state, with transfers before it. If None, it needs none."""
+        del step
+        return None
 
 
 class OffTowerPlacement(Placement, abc.ABC):
@@ -170,31 +189,45 @@ class OffTowerPlacement(Placement, abc.ABC):
     is several programs with transfers between them, made here; it cannot be part of another program.
     """
 
-    kind = "variable devices"
     is_one_program = False
 
-    # Abstract again: by its methods here, `Placement` puts the variables and the model_fn into one program.
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self.homes = ("on " if len(devices) == 1 else "in turn on ") + name_devices(devices)
+
+    def describe(self) -> str:
+        return (
+            "Each variable and its slots are on a device of their own: towers get the variables from there, and their "
+            "gradients are summed, and the optimizers run, there."
+        )
+
+    # Abstract again: `Placement` has the variables where the model_fn runs.
     @abc.abstractmethod
     def state_to_read(self, like: State) -> Shardings: ...
 
     @abc.abstractmethod
-    def compile_step(self, step: Step, halves: Halves, like: State, donate: bool) -> Step: ...
+    def split_step(self, halves: Halves, like: State, donate: bool) -> Step: ...
 
     @abc.abstractmethod
-    def compile_read(self, step: Read[Tree]) -> Read[Tree]: ...
+    def split_read(self, step: Read[Tree]) -> Read[Tree]: ...
 
-    def compile_loop(self, loop: Step, halves: Halves, like: State, donate: bool) -> Step:
-        """As many steps as the batches hold, one after the other."""
-        # Such a step is made of the halves alone, so that `loop` only fills the place of the step.
-        step = self.compile_step(loop, halves, like, donate)
 
-        def steps(state: State, features: Features, labels: Labels) -> tuple[State, PyTree]:
-            specs = []
-            batches = per_step((features, labels))
-            # Sparse leaves say the shape of one step by now, but their arrays have all steps, like dense leaves.
-            for i in range(len(jax.tree.leaves(batches)[0])):
-                state, spec = step(state, *jax.tree.map(lambda x, i=i: x[i], batches))
-                specs.append(spec)
-            return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *specs)
+def plural(number: int, what: str) -> str:
+    """A number and what it counts.
 
-        return steps
+    >>> plural(1, "row"), plural(1200, "row")
+    ('1 row', '1,200 rows')
+    """
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def name_devices(devices: Sequence[jax.Device]) -> str:
+    """The names of devices of one kind, with ranges of their numbers: "cpu:0-3"."""
+    ranges: list[list[int]] = []
+    for number in dict.fromkeys(device.id for device in devices):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    name, kind = str(devices[0]), devices[0].platform  # jax calls a GPU "cuda:0", and says much more of a TPU
+    kind = name.rpartition(":")[0] if name.endswith(f":{devices[0].id}") else kind
+    return f"{kind}:" + ",".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in ranges)

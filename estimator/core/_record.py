@@ -71,7 +71,7 @@ class Rows(Report):
 
     Attributes:
       value: array of shape `(batch, ...)`.
-      limit: how many rows are kept at most; None: all.
+      limit: how many rows are kept at most; all if None.
       image: whether it goes into the event files, as images.
     """
 
@@ -86,6 +86,31 @@ class Rows(Report):
         del rows
         # Each part has cut off its own rest already; of all that is left, the first rows are the first of the batch.
         return dataclasses.replace(self, value=jnp.concatenate([p.value for p in (self, *others)])[: self.limit])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OfTowers(Report):
+    """A value of each tower.
+
+    Attributes:
+      value: array of shape `(towers, ...)`.
+    """
+
+    value: Any
+
+    def as_value(self) -> Any:
+        return self.value
+
+    def merge(self, others: Sequence[OfTowers], rows: Sequence[int]) -> OfTowers:
+        """The first tower has run on the rows of the others too: its value is the mean over all rows."""
+        parts = [self, *others]
+        if not jnp.issubdtype(self.value.dtype, jnp.inexact):
+            parts = [OfTowers(part.value.astype(jnp.float32)) for part in parts]
+        per_tower = [n / len(part.value) for part, n in zip(parts, rows, strict=True)]
+        shares = [n / sum(per_tower) for n in per_tower]
+        mean = sum(part.value[0] * share for part, share in zip(parts, shares, strict=True))
+        return OfTowers(parts[0].value.at[0].set(mean))
 
 
 @functools.cache
@@ -163,18 +188,27 @@ class Histogram(Report):
         return np.histogram(middles, bins, (low, high), weights=counts[used])
 
 
-def merge_reports(parts: Sequence[dict[str, Report]], rows: Sequence[int]) -> dict[str, Report]:
+def merge_reports(
+    parts: Sequence[dict[str, Report]], rows: Sequence[int], are_towers: bool = False
+) -> dict[str, Report]:
     """One report for each name from the reports of several parts of a batch; part i has `rows[i]` rows."""
     first, *others = parts
-    return {name: report.merge([other[name] for other in others], rows) for name, report in first.items()}
+
+    def merge(name: str, report: Report) -> Report:
+        of_others: list[Any] = [other[name] for other in others]
+        if are_towers and isinstance(report, OfTowers):
+            return OfTowers(jnp.concatenate([part.value for part in (report, *of_others)]))
+        return report.merge(of_others, rows)
+
+    return {name: merge(name, report) for name, report in first.items()}
 
 
-def record(name: str, value: Any) -> None:
+def record(name: str, value: Any, per_tower: bool = False) -> None:
     """Reports a value of this run of the model_fn, for hooks and `export_model(outputs=...)` to read by its name.
 
     A scalar is averaged over towers, and the value of a metric is the one of all rows; an array must have the batch as
-    its first dimension, and is put together in input order, as predictions are. It costs nothing in steps for which no
-    hook asks for a value.
+    its first dimension, and is put together in input order, as predictions are; `per_tower` reports the value of each
+    tower instead. It costs nothing in steps for which no hook asks for a value.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):
@@ -190,12 +224,19 @@ def record(name: str, value: Any) -> None:
         by `est.summary` too, gets "_1" added, or the next free number; so does "loss", the EstimatorSpec's. So does the
         prefix if a scope is entered again: in a scope `d` entered twice, "h" is "d/h" and then "d_1/h".
       value: a number, or an array of numbers.
+      per_tower: whether the value of each tower is reported, not one of all: an array with the towers as its first
+        dimension, of length 1 without `replicate_model_fn`. The value of a tower that runs several times on a batch, in
+        micro-batches or on the remainder of an evaluation, is the mean over its rows. Numbers are also shown for
+        TensorBoard, as "name/tower_0", "name/tower_1" ...
 
     Raises:
       ValueError: the value is not known outside of a function that jax traces.
       TypeError: the value is not an array of numbers.
     """
     array = as_reported_array("est.record", name, value)
+    if per_tower:
+        report("est.record", name, OfTowers(array[None]))
+        return
     report("est.record", name, Scalar(array, metric_of(value)) if array.ndim == 0 else Rows(array))
 
 
@@ -250,27 +291,27 @@ def report_in_training(name: str, make: Callable[[], Report]) -> None:
         frame.reported[full] = make()
 
 
-class _MetricValues(list[tuple[Any, Any]]):
-    """The metrics whose value the model_fn has seen in one run, each with the value."""
+class _MetricParts(list[tuple[Any, tuple[Any, Any]]]):
+    """The metrics whose parts the model_fn has seen in one run, each with the parts."""
 
 
-def value_of(metric: Any) -> Any:
-    """Returns `metric.result()`; in one run of a model_fn it is always the same array, known to `metric_of`."""
+def parts_of(metric: Any) -> tuple[Any, Any]:
+    """TensorFlow's value and update of a metric; in one run always the same arrays, known to `metric_of`."""
     frame = innermost_frame()
     if frame is None or frame.tracing.trace != current_trace():  # outside of a function traced apart it is not known
-        return metric.result()
-    values = frame.notes.get(_MetricValues)
-    for other, value in values:
+        return metric._parts()
+    known = frame.notes.get(_MetricParts)
+    for other, parts in known:
         if other is metric:
-            return value
-    value = metric.result()
-    values.append((metric, value))
-    return value
+            return parts
+    parts = metric._parts()
+    known.append((metric, parts))
+    return parts
 
 
-def metric_of(value: Any) -> Any:
-    """The metric whose `value_of` this very array is, in the current run; None for any other value."""
+def metric_of(part: Any) -> Any:
+    """The metric that this very array is a part of, in the current run; None for any other value."""
     frame = innermost_frame()
-    known = [] if frame is None else frame.notes.get(_MetricValues)
+    known = [] if frame is None else frame.notes.get(_MetricParts)
     # By `is`: traced arrays have no values to compare.
-    return next((metric for metric, own in known if own is value), None)
+    return next((metric for metric, parts in known if any(own is part for own in parts)), None)

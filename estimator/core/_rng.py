@@ -54,7 +54,7 @@ def make_rng(name: str | None = None) -> jax.Array:
 
 
 def loop_around(frame: Frame) -> str | None:
-    """The loop of jax between the model_fn and the code that calls this, of which all iterations get one key."""
+    """The loop of jax between the model_fn and the code that calls this: all its iterations get one key."""
     within = transformations_within(frame)
     return None if within is None else find_repeating(within)
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 
 from estimator.porting._missing_names import missing_attribute
 from estimator.runtime._limits import Limits
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """The towers of an Estimator."""
+
+    def replicate(self, model_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the model_fn that runs the given one in towers."""
+        ...
 
 
 class _Unset:
@@ -22,6 +31,19 @@ class _Unset:
 
 
 _UNSET: Any = _Unset()
+
+
+class _Default(int):
+    """The default of a field whose number, where it is given, has a meaning of its own."""
+
+    def __repr__(self) -> str:
+        return "<unset>"
+
+    __str__ = int.__repr__
+
+
+_SAVING = ("save_checkpoints_steps", "save_checkpoints_secs")
+_STRATEGIES = ("train_distribute", "eval_distribute")
 _DEFAULT_SAVE_SECS = 600
 _TOWERS = "wrap the model_fn in `replicate_model_fn`, which takes devices"
 _TOGETHER = "leave it out: all processes run the same steps, joined by `replicate.initialize_distributed`"
@@ -29,15 +51,13 @@ _TOGETHER = "leave it out: all processes run the same steps, joined by `replicat
 _REPLACED = {
     "tf_random_seed": "write `seed`",
     "session_config": "set XLA's flags by `jax.config` or the environment variable XLA_FLAGS",
-    "train_distribute": _TOWERS,
-    "eval_distribute": _TOWERS,
-    "experimental_distribute": _TOWERS,
+    "experimental_distribute": "write `train_distribute` and `eval_distribute`",
     "device_fn": _TOWERS,
     "protocol": _TOGETHER,
     "experimental_max_worker_delay_secs": _TOGETHER,
     "session_creation_timeout_secs": "call `replicate.initialize_distributed(timeout_secs=...)`",
     "tpu_config": "write `steps_per_loop` for its iterations_per_loop; replicate_model_fn takes devices for num_shards",
-    "checkpoint_save_graph_def": "leave it out: a checkpoint holds arrays alone",
+    "checkpoint_save_graph_def": "leave it out: a checkpoint holds only arrays",
 }
 
 
@@ -47,6 +67,11 @@ def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
 
 def _is_tracker(value: object) -> bool:
     return callable(getattr(value, "open", None)) and not isinstance(value, type)
+
+
+def is_default(value: object) -> bool:
+    """Returns whether the value of a field is its default, and nobody has given it, be it as the same number."""
+    return isinstance(value, _Default)
 
 
 def seconds(value: object) -> float | None:
@@ -76,11 +101,11 @@ class RunConfig:
     >>> config.replace(seed=1)
     RunConfig(model_dir=None, seed=1, save_summary_steps=100, save_checkpoints_steps=100,
               save_checkpoints_secs=None, save_checkpoints_async=True, keep_checkpoint_max=5,
-              keep_checkpoint_every_n_hours=None, log_step_count_steps=100, steps_per_loop='auto',
+              keep_checkpoint_every_n_hours=None, log_step_count_steps=<unset>, steps_per_loop='auto',
               check_replicas_every=None, resume_input='position', eval_loss_over='batches', compilation_cache_dir=None,
               limits=Limits(begin=1800.0, input=1800.0, compile=1800.0, step=1800.0, hook=1800.0, checkpoint=1800.0,
-                            end=1800.0),
-              verbose=True, trackers=())
+                            end=1800.0, action='end'),
+              verbose=True, trackers=(), train_distribute=None, eval_distribute=None)
 
     Args:
       model_dir: the directory of checkpoints and event files, a string or a path object, or a URL; None
@@ -98,21 +123,23 @@ class RunConfig:
         one every N hours after the last one kept. None keeps none.
       log_step_count_steps: log loss, steps per second and learning rates (of optimizers under
         `optax.inject_hyperparams`) after the first step of a run, and after each N of its steps: with 200, a run that
-        begins at step 0 logs the steps 1, 200, 400 ...; None: never.
+        begins at step 0 logs the steps 1, 200, 400 ...; never if None. Where it is not given, lines come by time: the
+        first ones soon, then one at least every ten seconds, if a step takes no longer, and never two in a second.
       steps_per_loop: how many train steps make one compiled program, at most: an int, a time such as "0.2s", or
         "auto": many small steps, few large ones. Small steps gain from it; convolutions on a CPU lose, since XLA runs
         them on one thread within a loop. No program passes a step at which a hook, a checkpoint or a summary is due,
-        and logs and results are the same as with one step at a time.
+        or takes much longer than a second, as measured, unless a longer time is given; results are the same as with
+        one step at a time.
       check_replicas_every: every N steps, compare the copies that variables and optimizer slots have on
-        several devices, bit by bit, and raise `ReplicaMismatchError` where they differ. None: never. It waits for the
+        several devices, bit by bit, and raise `ReplicaMismatchError` where they differ. Never if None. It waits for the
         steps before it, and reads all copies once.
 
       resume_input: where `train` begins its input if it resumes from a checkpoint of an earlier process, or of a
         `train` that failed. "position": at the position in the checkpoint, if the input's iterator has `get_state` and
         `set_state`, as the iterators of `est.inputs` and grain have; any other starts from its beginning. "count": any
-        other input skips as many batches as were taken. None: every input starts from its beginning, as in TensorFlow,
-        and as it always does after a run that came to the end of its input, and in a further `train` of the same
-        Estimator unless the one before failed after a save.
+        other input skips as many batches as were taken. If None, every input starts from its beginning, as in
+        TensorFlow, and as it always does after a run that came to the end of its input, and in a further `train` of the
+        same Estimator unless the one before failed after a save.
 
       eval_loss_over: "batches": the "loss" that `evaluate` returns is the mean of the losses of batches, as in
         TensorFlow, where an example of a small last batch counts for more; "examples": the mean over all examples.
@@ -123,13 +150,18 @@ class RunConfig:
         jax's own setting.
 
       limits: the seconds that several processes may stay in a phase of a run before all of them end, for what has
-        started them to start them again: an `est.Limits`. None: they may wait for ever. One process has no limit.
+        started them to start them again: an `est.Limits`. If None, they may wait for ever. One process has no limit.
 
-      verbose: whether a program in which nobody has configured logging, by `logging`, `absl.logging` or `app.run`,
-        shows the log on stderr from INFO on, and whether a terminal shows progress bars.
+      verbose: whether a program in which nobody has set a level of logging, by `logging`, `absl.logging` or `app.run`,
+        shows the log on stderr from INFO on, and whether a terminal or a notebook shows progress bars.
 
       trackers: get what is written for TensorBoard, too, with these settings and the params: a list of
         `est.trackers.CsvTracker`, `MLflowTracker`, `WandbTracker`, or your own. Of several processes the chief's do.
+
+      train_distribute, eval_distribute: strategies, such as `replicate.MirroredStrategy(num_gpus=4)`: an Estimator runs
+        its model_fn in their towers, as `replicate_model_fn` does, and optimizers need no `TowerOptimizer`. The first
+        is for training and predictions, and for evaluation too if the second is None. If both are None, the model_fn
+        runs as it is.
 
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and
@@ -145,7 +177,7 @@ class RunConfig:
     save_checkpoints_async: bool = True
     keep_checkpoint_max: int | None = 5
     keep_checkpoint_every_n_hours: float | None = None
-    log_step_count_steps: int | None = 100
+    log_step_count_steps: int | None = _Default(100)
     steps_per_loop: int | str = "auto"
     check_replicas_every: int | None = None
     resume_input: str | None = "position"
@@ -154,6 +186,8 @@ class RunConfig:
     limits: Limits | None = Limits()
     verbose: bool = True
     trackers: Sequence[Any] = ()
+    train_distribute: Strategy | None = None
+    eval_distribute: Strategy | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Before `__init__`, whose TypeError for an unknown field could not say what to write.
@@ -196,6 +230,12 @@ class RunConfig:
             )
         if self.check_replicas_every is not None:
             _check_int("check_replicas_every", self.check_replicas_every, 1, ", or None never to check")
+        for field in _STRATEGIES:
+            given = getattr(self, field)
+            if given is not None and (isinstance(given, type) or not isinstance(given, Strategy)):
+                raise ValueError(
+                    f"`{field}` should be a strategy, say `replicate.MirroredStrategy()`, or None; got {given!r}."
+                )
         given = self.trackers
         if not isinstance(given, list | tuple) or not all(_is_tracker(each) for each in given):
             raise ValueError(
@@ -256,8 +296,8 @@ class RunConfig:
     def replace(self, **kwargs: Any) -> RunConfig:
         """Returns a copy with other values for the named fields, checked like any new one.
 
-        As in TensorFlow, replacing one of `save_checkpoints_steps` and `save_checkpoints_secs`
-        turns the other off.
+        As in TensorFlow, a new value of one of `save_checkpoints_steps` and `save_checkpoints_secs` turns the other
+        off; None does not.
 
         >>> config = RunConfig().replace(save_checkpoints_steps=10)
         >>> config.save_checkpoints_steps, config.save_checkpoints_secs
@@ -277,7 +317,7 @@ class RunConfig:
                     f"Replacing `{name}` is not supported. Allowed fields are {allowed}; got {name}={kwargs[name]!r}."
                     f"{instead}"
                 )
-        saving = {"save_checkpoints_steps", "save_checkpoints_secs"}
-        if saving & kwargs.keys():
-            kwargs = dict.fromkeys(saving, _UNSET) | kwargs
+        for name, other in (_SAVING, _SAVING[::-1]):
+            if kwargs.get(name) is not None:
+                kwargs.setdefault(other, None)
         return dataclasses.replace(self, **kwargs)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import optax
 
 from estimator.core._frame import RunId
-from estimator.core._typing import Slots, Variables
-
-T = TypeVar("T")
-
-_RATE_TAG = "learning_rate"
+from estimator.core._state import State
+from estimator.core._typing import Variables
 
 
 class UpdatingOptimizer(Protocol):
     """The part of an `est.Optimizer` that a training step needs."""
+
+    sums_over_towers: bool
 
     @property
     def transformation(self) -> optax.GradientTransformation: ...
@@ -72,13 +71,12 @@ class TrainOp:
     Attributes:
       updates: applied in this order.
       moves: applied after all updates.
-      slots: by optimizer name, of a step that has applied its updates itself, in each tower (block synchronisation);
-        arrays with the towers as their first dimension. Its new variables are among those it assigned.
+      after: functions of the State after all that, which return it as the step leaves it (block synchronisation).
     """
 
     updates: tuple[Update, ...] = ()
     moves: tuple[Move, ...] = ()
-    slots: Slots = dataclasses.field(default_factory=dict)
+    after: tuple[Callable[[State], State], ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -100,18 +98,20 @@ class StepReport(TrainOp):
       skipped: bool scalar, whether variables and slots were left as they are; None if nobody has looked.
       learning_rates: the rates of the step, as `est.learning_rates` names them; scalars.
       gradient_norms: the norms that `est.clip_by_global_norm` has seen, by the names of the optimizers; scalars.
+      optimizers: the number of optimizers of the step.
     """
 
     skipped: jax.Array | None = None
     learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
     gradient_norms: dict[str, Any] = dataclasses.field(default_factory=dict)
+    optimizers: int = dataclasses.field(default=1, metadata={"static": True})
 
     def scalars(self) -> dict[str, Any]:
-        """The values that logs and summaries show beside the loss, by tag: "learning_rate", or, of several optimizers,
-        "learning_rate/<name>"; "gradient_norm" likewise."""
-        kinds = {_RATE_TAG: self.learning_rates, "gradient_norm": self.gradient_norms}
+        """The values that logs and summaries show beside the loss, by tag: "learning_rate", or, in a step of several
+        optimizers, "learning_rate/<name>"; "gradient_norm" likewise."""
+        kinds = {"learning_rate": self.learning_rates, "gradient_norm": self.gradient_norms}
         return {
-            kind if len(values) == 1 else f"{kind}/{name}": value
+            kind if len(values) == self.optimizers == 1 else f"{kind}/{name}": value
             for kind, values in kinds.items()
             for name, value in values.items()
         }
@@ -120,11 +120,6 @@ class StepReport(TrainOp):
         """The report with copies of the values that are arrays of the state, which the next step may donate."""
         rates, norms = jax.tree.map(lambda x: x.copy(), (self.learning_rates, self.gradient_norms))
         return dataclasses.replace(self, learning_rates=rates, gradient_norms=norms)
-
-
-def select_rates(scalars: Mapping[str, T]) -> dict[str, T]:
-    """The learning rates among the values of `StepReport.scalars`."""
-    return {tag: value for tag, value in scalars.items() if tag.partition("/")[0] == _RATE_TAG}
 
 
 class GradientsNeeded(BaseException):
@@ -159,5 +154,5 @@ def group(*train_ops: TrainOp) -> TrainOp:
     return TrainOp(
         tuple(update for train_op in train_ops for update in train_op.updates),
         tuple(move for train_op in train_ops for move in train_op.moves),
-        {name: state for train_op in train_ops for name, state in train_op.slots.items()},
+        tuple(change for train_op in train_ops for change in train_op.after),
     )

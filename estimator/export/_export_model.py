@@ -5,7 +5,7 @@ An exported folder holds
     metadata.json               features, signatures, weights, global_step, platforms, arguments, versions
     weights.npz                 one array per variable, and "global_step" and "key"
     <signature>.jaxexport       `program(weights, features) -> {name: array}`, serialized by jax
-    checksums.json              the SHA-256 of each of these files, and of the assets
+    checksums.json              the sizes and CRC-32C of these files, and of the assets
     README.md                   how to load it without this library
     assets.extra/               what the caller gave
     saved_model.pb, variables/  for `format="saved_model"`: a SavedModel of the same signatures
@@ -42,7 +42,7 @@ from estimator.checkpoint._export_folder import (
     METADATA_FILE,
     README_FILE,
     WEIGHTS_FILE,
-    write_checksums,
+    ExportFolder,
 )
 from estimator.checkpoint._named_arrays import from_arrays, to_arrays
 from estimator.core._batch import abstract, check_batch
@@ -55,9 +55,10 @@ from estimator.core._replica import Replica
 from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
 from estimator.export._arguments import describe_features
-from estimator.export._prune import check_rows, checked_outputs, choose_outputs, prune_unused
+from estimator.export._chosen_outputs import check_rows, checked_outputs, choose_outputs, prune_unused
+from estimator.runtime._program import Program
 from estimator.steps._gradients import run_model_fn
-from estimator.storage._files import expand, is_url, list_dir, rename, sync_tree
+from estimator.storage._files import expand, is_url, list_dir, rename
 from estimator.storage._folders import upload
 from estimator.variables._class_names import without_strings
 
@@ -96,9 +97,9 @@ class Options:
     Attributes:
       features: `jax.ShapeDtypeStruct`s with the batch size of the example, or `batch_size`.
       assets: source files by destination.
-      batch_size: None: any.
+      batch_size: of the program; if None, it takes any.
       platforms: names of jax's platforms.
-      outputs: the names of the values to export; None: the `export_outputs`.
+      outputs: the names of the values to export; if None, the `export_outputs`.
     """
 
     features: Features
@@ -193,7 +194,9 @@ def write_export(
     def fill(folder: str) -> None:
         # `weights` are now the arguments of the programs: if `outputs` are given, only the variables that they need.
         values = jax.device_get({name: arrays[name] for name in weights})
-        np.savez(os.path.join(folder, WEIGHTS_FILE), **values)
+        # numpy has no name for the dtypes of jax alone: their bytes are saved, and the metadata has the name.
+        plain = {name: x if x.dtype.isbuiltin == 1 else x.view(f"V{x.itemsize}") for name, x in values.items()}
+        np.savez(os.path.join(folder, WEIGHTS_FILE), **plain)
         for name, program in programs.items():
             with open(os.path.join(folder, files[name]), "wb") as file:
                 file.write(program.serialize())
@@ -208,7 +211,7 @@ def write_export(
         # Written after the files that it names: without it a folder is not an export.
         with open(os.path.join(folder, METADATA_FILE), "w", encoding="utf-8") as file:
             json.dump(metadata, file, indent=1)
-        write_checksums(folder)
+        ExportFolder(folder).seal(without=(README_FILE,))
 
     try:
         path = _new_folder(expand(base), fill)
@@ -281,7 +284,7 @@ def _export_signature(
     args = signature, weights, options.symbolic_features()
     try:
         fn, weights, features = args if options.outputs is None else prune_unused(*args)
-        program = export.export(jax.jit(fn), platforms=options.platforms)(weights, features)
+        program = Program(fn).export(options.platforms, weights, features)
     except Exception as e:
         if options.batch_size is not None:
             raise
@@ -318,7 +321,7 @@ def _class_names(output: ExportOutput) -> list[str]:
 
 
 class _Zeros:
-    """Its `repr` is the line that creates an array."""
+    """Stand-in for an array; its `repr` is `np.zeros(shape, dtype)`, for the README of an export."""
 
     def __init__(self, like: jax.ShapeDtypeStruct) -> None:
         self._like = like
@@ -336,8 +339,8 @@ def _readme(features: Features, batch_size: int | None) -> str:
 def _new_folder(base: str, fill: Callable[[str], None]) -> str:
     """Creates a folder in `base`, named by the time in seconds, or by a later one so that it is the last.
 
-    The folder is filled under another name and then renamed; in a store, which has no renames, it has its metadata and
-    its checksums last (see `find_export`).
+    `fill` fills and seals the folder under another name, and it is then renamed. A store has no renames: there metadata
+    and manifest are uploaded last (see `find_export`).
     """
     if is_url(base):
         with tempfile.TemporaryDirectory() as folder:
@@ -350,8 +353,6 @@ def _new_folder(base: str, fill: Callable[[str], None]) -> str:
     try:
         os.makedirs(temporary)
         fill(temporary)
-        # Synced before it is renamed: after a crash of the machine a folder with its final name is complete.
-        sync_tree(temporary)
         number = _next_number(base)
         # Two exports in one second: the later one takes the next number.
         while True:

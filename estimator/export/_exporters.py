@@ -6,7 +6,6 @@ import abc
 import inspect
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,12 +14,12 @@ import numpy as np
 from absl import logging
 from jax.typing import ArrayLike
 
-from estimator.checkpoint._export_folder import is_export
 from estimator.core._typing import PyTree
-from estimator.storage._files import exists, is_dir, list_dir, read, remove_dir, write
+from estimator.export._retention import remove_old
+from estimator.storage._files import is_dir, is_inside, write
+from estimator.storage._small_files import read_or_set_aside
 
 _RECORD = "exported.json"
-_EXPORT = re.compile(r"\d{10}")
 _COMPARED = ("best_eval_result", "current_eval_result")
 _Files = Mapping[str, str | os.PathLike[str]]
 
@@ -75,7 +74,7 @@ class Exporter(abc.ABC):
         """
 
     def wants(self, export_path: str, eval_result: EvalResult, is_the_final_export: bool) -> bool:
-        """Says whether `export` will need the checkpoint; if no exporter does, none is saved. By default always."""
+        """Returns whether `export` will need the checkpoint; if no exporter does, none is saved. By default always."""
         return True
 
 
@@ -92,9 +91,9 @@ class LatestExporter(Exporter):
       name: the name of the folder.
       example_features: features of a batch as the model_fn takes them; see `Estimator.export_model`.
       assets_extra: files to copy into the export, by their path in it.
-      exports_to_keep: how many of the newest exports to keep in the folder; None: all. Only folders named by
+      exports_to_keep: how many of the newest exports to keep in the folder; all if None. Only folders named by
         a time in seconds, of ten digits, that hold an exported model are exports.
-      batch_size, platforms, format: as for `Estimator.export_model`; None: its defaults.
+      batch_size, platforms, format: as for `Estimator.export_model`; if None, its defaults.
 
     Raises:
       TypeError: `example_features` is a function, TensorFlow's `serving_input_receiver_fn`.
@@ -158,7 +157,7 @@ class LatestExporter(Exporter):
             record = {"export": os.path.basename(path), "eval_result": eval_result}
             write(os.path.join(export_path, _RECORD), json.dumps(record, default=_as_json).encode())
             if self._keep is not None:
-                _remove_old(export_path, self._keep)
+                remove_old(export_path, self._keep)
         return path
 
     def _decide(self, export_path: str, result: EvalResult, final: bool) -> tuple[bool, str | None]:
@@ -168,7 +167,11 @@ class LatestExporter(Exporter):
         # already.
         if last is not None and _text(last["eval_result"]) == _text(result) and (path := _find(export_path, last)):
             return False, path
-        return self._is_chosen(last and last["eval_result"], result), None
+        try:
+            return self._is_chosen(last and last["eval_result"], result), None
+        except Exception as error:
+            error.add_note(f"The best result so far is in {os.path.join(export_path, _RECORD)}.")
+            raise
 
     def _is_chosen(self, last: EvalResult | None, result: EvalResult) -> bool:
         """Compares with the result of the last export, and says whether to export."""
@@ -275,21 +278,16 @@ class BestExporter(LatestExporter):
 
 def _read_record(export_path: str) -> dict[str, Any] | None:
     """The name and the evaluation result of the last export in a folder."""
-    path = os.path.join(export_path, _RECORD)
-    if not exists(path):
-        return None
-    try:
-        record = json.loads(read(path))
-        if not isinstance(record["export"], str) or not isinstance(record["eval_result"], dict):
-            raise ValueError("it is not the record of an export")
-    except (ValueError, LookupError, TypeError) as error:
-        logging.error(
-            "%s is damaged (%r). It is left out: the next model is exported without a comparison, and recorded.",
-            path,
-            error,
-        )
-        return None
-    return record
+    return read_or_set_aside(
+        os.path.join(export_path, _RECORD), _parse_record, "The next model is exported without a comparison."
+    )
+
+
+def _parse_record(text: bytes) -> dict[str, Any]:
+    match record := json.loads(text):
+        case {"export": str(name), "eval_result": dict()} if is_inside(name) and name == os.path.basename(name):
+            return record
+    raise ValueError("it is not the record of an export")
 
 
 def _find(export_path: str, record: dict[str, Any]) -> str | None:
@@ -310,16 +308,3 @@ def _text(eval_result: EvalResult) -> str:
 def _has_nan(value: PyTree) -> bool:
     leaves = map(np.asarray, jax.tree.leaves(value))
     return any(bool(np.isnan(x).any()) for x in leaves if np.issubdtype(x.dtype, np.floating))
-
-
-def _remove_old(export_path: str, keep: int) -> None:
-    """Leaves the newest exports: the folders whose names are the largest times."""
-    numbers = sorted(name for name in list_dir(export_path) if _EXPORT.fullmatch(name))
-    # A folder whose name is a number, but which is not an export, is not removed.
-    exports = [name for name in numbers if is_export(os.path.join(export_path, name))]
-    for name in exports[:-keep]:
-        try:
-            remove_dir(os.path.join(export_path, name))
-        # A folder that cannot be removed must not end training.
-        except OSError as error:
-            logging.warning("Can not delete the old export %s: %s", os.path.join(export_path, name), error)

@@ -14,7 +14,7 @@ from estimator.checkpoint._export_folder import METADATA_FILE, ExportFolder, fin
 from estimator.core._export_output import DEFAULT_SIGNATURE
 from estimator.core._typing import Features, PyTree
 from estimator.export._export_model import name_leaves
-from estimator.steps._compiled_steps import Program
+from estimator.runtime._program import Program
 from estimator.storage._files import expand
 
 

@@ -10,7 +10,7 @@ for a missing one. A compiled program has no strings: `encode` turns them into i
 >>> features = {"size": np.array([1.5, 2.5]), "color": np.array(["green", "blue"])}
 >>> features = fc.encode(features, columns)
 >>> features["color"]
-array([ 1, -1], dtype=int32)
+array([         1, 4294967295], dtype=uint32)
 >>> print(fc.input_layer(features, columns))
 [[0.  1.  1.5]
  [0.  0.  2.5]]
@@ -28,6 +28,11 @@ from estimator.feature_column._dense import indicator_column, numeric_column
 from estimator.feature_column._embedding import embedding_column, shared_embedding_columns
 from estimator.feature_column._encode import encode, encode_labels
 from estimator.feature_column._layers import input_layer, linear_model
+from estimator.feature_column._parse_spec import (
+    classifier_parse_example_spec,
+    make_parse_example_spec,
+    regressor_parse_example_spec,
+)
 from estimator.feature_column._sequence import (
     sequence_categorical_column_with_hash_bucket,
     sequence_categorical_column_with_identity,
@@ -49,6 +54,7 @@ __all__ = [
     "categorical_column_with_identity",
     "categorical_column_with_vocabulary_file",
     "categorical_column_with_vocabulary_list",
+    "classifier_parse_example_spec",
     "crossed_column",
     "embedding_column",
     "encode",
@@ -56,7 +62,9 @@ __all__ = [
     "indicator_column",
     "input_layer",
     "linear_model",
+    "make_parse_example_spec",
     "numeric_column",
+    "regressor_parse_example_spec",
     "sequence_categorical_column_with_hash_bucket",
     "sequence_categorical_column_with_identity",
     "sequence_categorical_column_with_vocabulary_file",

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from estimator.feature_column._column import (
     CategoricalColumn,
@@ -23,6 +24,7 @@ from estimator.feature_column._column import (
 )
 from estimator.feature_column._dense import NumericColumn, many_hot
 from estimator.feature_column._hash import Crc32, bits, bucket, mix
+from estimator.io._features import Config, VarLenFeature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ def categorical_column_with_identity(key: str, num_buckets: int, default_value: 
     Args:
       key: the feature: integers in `[0, num_buckets)`, and -1 for no class.
       num_buckets: the number of classes.
-      default_value: the id for integers that are not ids. None: values computed from them are NaN, since a compiled
+      default_value: the id for integers that are not ids. If None, values computed from them are NaN, since a compiled
         program cannot raise an error; the NaN check of training detects it.
     """
     caller = "categorical_column_with_identity"
@@ -61,6 +63,7 @@ def categorical_column_with_identity(key: str, num_buckets: int, default_value: 
 @dataclasses.dataclass(frozen=True)
 class HashColumn(KeyColumn):
     hash_bucket_size: int
+    dtype: Any = dataclasses.field(default=str, compare=False)  # in a `tf.Example`; the column takes integers, too
 
     @property
     def num_buckets(self) -> int:
@@ -74,6 +77,9 @@ class HashColumn(KeyColumn):
     def coders(self) -> dict[str, Coder]:
         return {self.key: Crc32()}
 
+    def example_features(self) -> dict[str, Config]:
+        return {self.key: VarLenFeature(self.dtype)}
+
 
 def categorical_column_with_hash_bucket(key: str, hash_bucket_size: int, dtype: Any = str) -> HashColumn:
     """A column whose classes are hashes of the feature.
@@ -85,13 +91,13 @@ def categorical_column_with_hash_bucket(key: str, hash_bucket_size: int, dtype: 
     Args:
       key: the feature: any integers, or strings, which `encode` turns into integers.
       hash_bucket_size: the number of classes; several values of the feature may share one.
-      dtype: `str`, or a dtype of integers; the column takes both, whichever it is.
+      dtype: `str`, or a dtype of integers, of the feature in a `tf.Example`; the column takes both, whichever it is.
     """
     caller = "categorical_column_with_hash_bucket"
     check_key(caller, key)
-    are_integers(caller, dtype)
+    kind = np.int64 if are_integers(caller, dtype) else str
     check_positive(caller, "hash_bucket_size", hash_bucket_size)
-    return HashColumn(key, hash_bucket_size)
+    return HashColumn(key, hash_bucket_size, kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +116,9 @@ class BucketizedColumn(CategoricalColumn, DenseColumn):
     @property
     def width(self) -> int:
         return self.num_buckets
+
+    def example_features(self) -> dict[str, Config]:
+        return self.source_column.example_features()
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         numbers = self.source_column.values(features)
@@ -178,6 +187,12 @@ class CrossedColumn(CategoricalColumn):
         for key in self.keys:
             coders |= {key: Crc32()} if isinstance(key, str) else key.coders()
         return coders
+
+    def example_features(self) -> dict[str, Config]:
+        features: dict[str, Config] = {}
+        for key in self.keys:
+            features |= {key: VarLenFeature(str)} if isinstance(key, str) else key.example_features()
+        return features
 
 
 def crossed_column(

@@ -13,6 +13,11 @@ import numpy as np
 
 from estimator.core._bcoo import is_sparse
 from estimator.core._typing import Features
+from estimator.io._features import Config, VarLenFeature
+
+# Ids that `encode` and `encode_labels` make of strings are of this dtype, -1 as its largest value: it tells them from a
+# user's integers, which a program has as int32.
+ID_DTYPE = np.dtype(np.uint32)
 
 
 class Coder(Protocol):
@@ -41,6 +46,10 @@ class InputColumn(abc.ABC):
     @property
     @abc.abstractmethod
     def width(self) -> int: ...
+
+    @abc.abstractmethod
+    def example_features(self) -> dict[str, Config]:
+        """The features of a `tf.Example` that it reads, by key, as `est.io.parse_example` takes them."""
 
 
 class DenseColumn(InputColumn):
@@ -83,12 +92,16 @@ class CategoricalColumn(abc.ABC):
         """Int32 of shape `(batch, k)`: -1 for no class, and `num_buckets` for an invalid id, which becomes NaN."""
 
     def weights(self, features: Mapping[Any, Any]) -> jax.Array | None:
-        """Float32 of the shape of the ids; None: all are 1."""
+        """Float32 of the shape of the ids; if None, all are 1."""
         return None
 
     def coders(self) -> dict[str, Coder]:
         """The encoders of strings by feature; features of numbers have none."""
         return {}
+
+    @abc.abstractmethod
+    def example_features(self) -> dict[str, Config]:
+        """As `InputColumn.example_features`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +114,9 @@ class KeyColumn(CategoricalColumn):
     def name(self) -> str:
         return self.key
 
+    def example_features(self) -> dict[str, Config]:
+        return {self.key: VarLenFeature(str if self.coders() else np.int64)}
+
 
 class SequenceCategoricalColumn(CategoricalColumn):
     """A categorical column whose ids are the steps of a sequence."""
@@ -108,6 +124,19 @@ class SequenceCategoricalColumn(CategoricalColumn):
     @abc.abstractmethod
     def lengths(self, features: Mapping[Any, Any]) -> jax.Array:
         """The lengths of the sequences, int32 of shape `(batch,)`."""
+
+
+def as_columns(feature_columns: Any) -> list[Any]:
+    """One column, or several of any kind, as a list."""
+    kinds = InputColumn | CategoricalColumn
+    columns = [feature_columns] if isinstance(feature_columns, kinds) else list(feature_columns or ())
+    for column in columns:
+        if not isinstance(column, kinds):
+            raise ValueError(
+                "Items of feature_columns must be columns such as `est.feature_column.numeric_column(key)`. Given: "
+                f"{column!r}."
+            )
+    return columns
 
 
 def check_key(caller: str, key: Any) -> None:
@@ -153,7 +182,7 @@ def sequence_of(column: Any) -> SequenceCategoricalColumn:
 
 
 def are_integers(caller: str, dtype: Any) -> bool:
-    """Says whether a dtype of classes is of integers, not of strings."""
+    """Returns whether a dtype of classes is of integers, not of strings."""
     if dtype is not None and np.dtype(dtype).kind in "iu":
         return True
     if dtype is None or np.dtype(dtype).kind not in "OSU":
@@ -165,7 +194,8 @@ def check_features(features: Features) -> None:
     if not isinstance(features, Mapping):
         raise ValueError(
             "features should be a dictionary of arrays by the keys of the feature columns. Given type: "
-            f"{type(features).__name__}. Let input_fn return `{{'x': features}}`."
+            f"{type(features).__name__}. Let input_fn return `{{'x': features}}`, or, of a DataFrame, "
+            "`est.feature_column.encode(frame, columns)`."
         )
 
 
@@ -181,8 +211,9 @@ def feature(features: Mapping[Any, Any], key: str) -> jax.Array:
     # An array of jax holds no strings, and a traced one has no values for numpy.
     if not isinstance(value, jax.Array) and np.asarray(value).dtype.kind in "OSU":
         raise TypeError(
-            f"Feature {key!r} holds strings, which no compiled program does. Turn them into integers in input_fn: "
-            "`features = est.feature_column.encode(features, columns)`."
+            f"Feature {key!r} holds strings, or objects, which no compiled program does. Turn strings into integers in "
+            "input_fn: `features = est.feature_column.encode(features, columns)`; write `.astype(np.int32)` for "
+            "integers in an array of objects."
         )
     value = jnp.asarray(value)
     if not value.ndim:

@@ -23,6 +23,7 @@ from estimator.feature_column._column import (
     feature,
     sequence_of,
 )
+from estimator.io._features import Config, FixedLenFeature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,11 @@ class NumericArgs(InputColumn):
     def width(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def example_dtype(self) -> Any:
+        """The kind of its numbers in a `tf.Example`."""
+        return np.int64 if jnp.issubdtype(self.dtype, jnp.integer) else np.float32
+
     def normalize(self, kind: str, values: jax.Array) -> jax.Array:
         """Applies the normalizer_fn, if there is one; `kind` is for an error."""
         if self.normalizer_fn is None:
@@ -71,6 +77,9 @@ class NumericArgs(InputColumn):
 
 
 class NumericColumn(NumericArgs, DenseColumn):
+    def example_features(self) -> dict[str, Config]:
+        return {self.key: FixedLenFeature(self.shape, self.example_dtype, self.default_value)}
+
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
         array = feature(features, self.key)
         expected = (array.shape[0], *self.shape)
@@ -106,8 +115,8 @@ def numeric_column(
     Args:
       key: the feature.
       shape: the shape of an example; the feature has shape `(batch, *shape)`, or also `(batch,)` if it is `(1,)`.
-      default_value: replaces NaN, that is, missing numbers; None: NaN stays. (In TensorFlow it replaces features that
-        a parsed example lacks.)
+      default_value: replaces NaN, that is, missing numbers; if None, NaN stays. (In TensorFlow it replaces features
+        that a parsed example lacks.)
       dtype: the dtype of the argument of `normalizer_fn`.
       normalizer_fn: function of the feature, shape `(batch, *shape)`, that keeps the shape.
     """
@@ -130,6 +139,9 @@ class IndicatorColumn(DenseColumn, SequenceDenseColumn):
     @property
     def width(self) -> int:
         return self.categorical_column.num_buckets
+
+    def example_features(self) -> dict[str, Config]:
+        return self.categorical_column.example_features()
 
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
         check_single("input_layer", self)

@@ -21,6 +21,7 @@ from estimator.feature_column._column import (
     check_single,
     sequence_of,
 )
+from estimator.io._features import Config
 from estimator.sparse._embedding import embedding_lookup
 from estimator.sparse._embedding_sparse import check_combiner, check_max_norm, clip_rows, combine_rows
 from estimator.variables._variable_scope import AUTO_REUSE, get_variable_scope, variable_scope
@@ -45,6 +46,9 @@ class EmbeddingColumn(DenseColumn, SequenceDenseColumn):
     @property
     def width(self) -> int:
         return self.dimension
+
+    def example_features(self) -> dict[str, Config]:
+        return self.categorical_column.example_features()
 
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
         check_single("input_layer", self)
@@ -87,7 +91,7 @@ def embedding_column(
         zero, as in TensorFlow.
       initializer: `fn(key, shape, dtype)`; by default, as in TensorFlow, truncated normal of deviation
         `1 / sqrt(dimension)`.
-      max_norm: vectors of a larger l2 norm are scaled down to it before they are combined; None: they stay.
+      max_norm: vectors of a larger l2 norm are scaled down to it before they are combined; if None, they stay.
       trainable: False: the vectors stay as they are.
     """
     _check("embedding_column", [categorical_column], dimension, combiner, initializer, max_norm)

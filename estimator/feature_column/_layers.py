@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from estimator.core._frame import innermost_frame
-from estimator.feature_column._column import CategoricalColumn, DenseColumn, InputColumn, check_features, check_single
+from estimator.feature_column._column import CategoricalColumn, DenseColumn, as_columns, check_features, check_single
 from estimator.feature_column._embedding import look_up_combined
 from estimator.sparse._embedding_sparse import check_combiner
 from estimator.variables._variable_scope import variable_scope
@@ -20,8 +20,8 @@ from estimator.variables._variables import get_variable
 def input_layer(features: Mapping[Any, Any], feature_columns: Iterable[DenseColumn]) -> jax.Array:
     """Concatenates all columns, in the order of their names: float32 of shape `(batch, width)`.
 
-    To be called in a model_fn; embedding columns create their variables, input_layer/<name>/embedding_weights. Those of
-    a second call in the same scope are in input_layer_1; to share them, open that scope again with reuse.
+    To be called in a model_fn; embedding columns create their variables, input_layer/<name>/embedding_weights. A second
+    call in the same scope creates them in input_layer_1; to share them, open that scope again with reuse.
 
     Args:
       features: the features of the batch.
@@ -51,7 +51,7 @@ def linear_model(
     """A weighted sum of all columns, with a bias: float32 of shape `(batch, units)`.
 
     To be called in a model_fn; the weights, linear_model/<name>/weights and linear_model/bias_weights, are initially
-    zero; those of a second call in the same scope are in linear_model_1. A categorical column has a weight per class;
+    zero. A second call in the same scope creates them in linear_model_1. A categorical column has a weight per class;
     with more than 1024 classes the gradient is sparse.
 
     Args:
@@ -116,17 +116,9 @@ def checked_columns(feature_columns: Any) -> list[Any]:
 
 def named_columns(feature_columns: Any) -> list[Any]:
     """Columns of any kind in the order of their names."""
-    kinds = InputColumn | CategoricalColumn
-    columns = [feature_columns] if isinstance(feature_columns, kinds) else feature_columns
-    columns = list(columns or ())
+    columns = as_columns(feature_columns)
     if not columns:
         raise ValueError(f"feature_columns must not be empty; got {feature_columns!r}.")
-    for column in columns:
-        if not isinstance(column, kinds):
-            raise ValueError(
-                "Items of feature_columns must be columns such as `est.feature_column.numeric_column(key)`. Given: "
-                f"{column!r}."
-            )
     # As in TensorFlow: the rows of a kernel after the layer do not depend on the order of the list.
     columns.sort(key=lambda column: column.name)
     for first, second in zip(columns, columns[1:], strict=False):

@@ -28,6 +28,7 @@ from estimator.feature_column._vocabulary import (
     categorical_column_with_vocabulary_file,
     categorical_column_with_vocabulary_list,
 )
+from estimator.io._features import Config, VarLenFeature
 
 _UNLISTED = -2  # the code of a string without a class, which is a step of its sequence; -1 is padding
 
@@ -56,11 +57,12 @@ class SequenceColumn(SequenceCategoricalColumn):
         return self.categorical_column.num_buckets
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
+        key = self.categorical_column.key
         steps = self._steps(features)
         # Such a string counts as a step in the length; for the wrapped column it has no class.
         if self._has_unlisted:
-            steps = jnp.where(steps == _UNLISTED, -1, steps)
-        return self.categorical_column.ids({self.categorical_column.key: steps})
+            steps = jnp.where(steps == _UNLISTED, -1, steps).astype(feature(features, key).dtype)
+        return self.categorical_column.ids({key: steps})
 
     def lengths(self, features: Mapping[Any, Any]) -> jax.Array:
         return _last_step(self._steps(features) != -1)
@@ -68,6 +70,9 @@ class SequenceColumn(SequenceCategoricalColumn):
     def coders(self) -> dict[str, Coder]:
         coders = self.categorical_column.coders()
         return {key: _StepCoder(coder) for key, coder in coders.items()} if self._has_unlisted else coders
+
+    def example_features(self) -> dict[str, Config]:
+        return self.categorical_column.example_features()
 
     @property
     def _has_unlisted(self) -> bool:
@@ -152,6 +157,9 @@ def sequence_categorical_column_with_vocabulary_file(
 
 
 class SequenceNumericColumn(NumericArgs, SequenceDenseColumn):
+    def example_features(self) -> dict[str, Config]:
+        return {self.key: VarLenFeature(self.example_dtype)}
+
     def sequence_values(self, features: Mapping[Any, Any]) -> tuple[jax.Array, jax.Array]:
         array = feature(features, self.key)
         expected = (*array.shape[:2], *self.shape)
@@ -221,7 +229,7 @@ def sequence_input_layer(
 
     Args:
       features: the features of the batch. The features of all columns have the same number of steps; see
-        `est.inputs.pad_batches`, with `values={"colors": -1, "rating": np.nan}`.
+        `est.inputs.pad_batches`, with `values={"colors": "", "rating": np.nan}` before `encode`.
       feature_columns: `sequence_numeric_column`s, and embedding and indicator columns of a
         `sequence_categorical_column_with_*`.
 

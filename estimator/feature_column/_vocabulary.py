@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from estimator.feature_column._column import (
+    ID_DTYPE,
     Coder,
     KeyColumn,
     are_integers,
     check_key,
     check_positive,
+    feature,
     in_range,
     integers,
 )
@@ -41,7 +43,14 @@ class VocabularyColumn(KeyColumn):
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         values = integers(features, self.key)
-        if self.of_strings:  # `encode` made them ids already
+        if self.of_strings:
+            dtype = feature(features, self.key).dtype
+            if dtype != ID_DTYPE:
+                raise TypeError(
+                    f"The classes of feature {self.key!r} are strings, such as {self.vocabulary_list[0]!r}; got "
+                    f"{dtype}. Give strings, by `.astype(str)` for example, and turn them into ids in input_fn: "
+                    "`features = est.feature_column.encode(features, columns)`."
+                )
             return in_range(values, self.num_buckets, None)
         # A binary search in a constant of the program; TensorFlow uses a lookup table, which must be initialized.
         ordered = np.sort(np.array(self.vocabulary_list, np.int32))
@@ -83,7 +92,7 @@ def categorical_column_with_vocabulary_list(
       key: the feature: strings, which `encode` turns into ids; or, for a vocabulary of integers, any integers, -1
         for no class.
       vocabulary_list: the classes, all strings or all integers.
-      dtype: `str` or a dtype of integers, which the classes must have; None: the dtype of the list.
+      dtype: `str` or a dtype of integers, which the classes must have; if None, the dtype of the list.
       default_value: the id of values that are not listed; -1: they have no class.
       num_oov_buckets: the number of additional classes for values that are not listed, chosen by a hash, which is not
         TensorFlow's.
@@ -119,12 +128,12 @@ def categorical_column_with_vocabulary_file(
     ...     _ = file.write("Alabama\\nAlaska\\nArizona\\n")
     >>> states = est.feature_column.categorical_column_with_vocabulary_file("state", path, num_oov_buckets=1)
     >>> est.feature_column.encode({"state": np.array(["Arizona", "Utah", ""])}, [states])["state"]
-    array([ 2,  3, -1], dtype=int32)
+    array([         2,          3, 4294967295], dtype=uint32)
 
     Args:
       key: the feature, as for `categorical_column_with_vocabulary_list`.
       vocabulary_file: a text file in UTF-8.
-      vocabulary_size: how many lines to use; None: all.
+      vocabulary_size: how many lines to use; all if None.
       num_oov_buckets: the number of additional classes for values that are not in the file.
       default_value: the id of values that are not in the file; None or -1: they have no class.
       dtype: `str`; or a dtype of integers, as which the lines are read.
@@ -168,7 +177,7 @@ def _column(
         raise ValueError(f"`{caller}`: Duplicate keys in {source}: {twice}, for key {key!r}.")
     if "" in words or -1 in words:
         raise ValueError(f"`{caller}`: {source} of key {key!r} holds '' or -1, which stand for no class.")
-    if not isinstance(num_oov_buckets, int) or num_oov_buckets < 0:
+    if not isinstance(num_oov_buckets, int | np.integer) or num_oov_buckets < 0:
         raise ValueError(f"`{caller}`: Invalid num_oov_buckets {num_oov_buckets!r}; it must be an int of at least 0.")
     if num_oov_buckets and default_value != -1:
         raise ValueError(
@@ -177,7 +186,7 @@ def _column(
         )
     if default_value not in range(-1, len(words)):
         raise ValueError(f"`{caller}`: default_value must be -1 or an id, below {len(words)}; got {default_value!r}.")
-    return VocabularyColumn(key, words, default_value, num_oov_buckets)
+    return VocabularyColumn(key, words, default_value, int(num_oov_buckets))
 
 
 def _is_int32(word: Any) -> bool:

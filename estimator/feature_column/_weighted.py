@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from estimator.feature_column._column import (
     CategoricalColumn,
@@ -18,6 +19,7 @@ from estimator.feature_column._column import (
     feature,
 )
 from estimator.feature_column._dense import check_numeric
+from estimator.io._features import Config, VarLenFeature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,9 @@ class WeightedColumn(CategoricalColumn):
 
     def coders(self) -> dict[str, Coder]:
         return self.categorical_column.coders()
+
+    def example_features(self) -> dict[str, Config]:
+        return {**self.categorical_column.example_features(), self.weight_feature_key: VarLenFeature(np.float32)}
 
 
 def weighted_categorical_column(

@@ -16,6 +16,7 @@ from estimator.heads._head import Predictions
 from estimator.heads._one_task import (
     OneTaskHead,
     all_class_ids,
+    check_encoded,
     checked_thresholds,
     checked_vocabulary,
     classification_outputs,
@@ -54,10 +55,10 @@ class BinaryClassHead(OneTaskHead):
     accuracy/positive_threshold_0.5, precision/... and recall/....
 
     Args:
-      weight_column: the feature with weights of shape `(batch,)` or `(batch, 1)`; None: all are 1.
+      weight_column: the feature with weights of shape `(batch,)` or `(batch, 1)`; if None, all are 1.
       thresholds: further thresholds of the probability of class 1, besides 0.5, for metrics.
-      label_vocabulary: the names of the two classes. Labels are their positions: input_fn replaces strings by
-        `est.feature_column.encode_labels(labels, label_vocabulary)`.
+      label_vocabulary: the names of the two classes. Labels are strings then, which input_fn replaces by
+        `est.feature_column.encode_labels(labels, label_vocabulary)`; other integers are refused, as in TensorFlow.
       loss_reduction: any `est.Reduction` except NONE.
       loss_fn: function of `labels, logits` and, optionally, `features, loss_reduction` that returns the losses of all
         examples, shape `(batch, 1)`, instead of the cross entropy.
@@ -78,6 +79,10 @@ class BinaryClassHead(OneTaskHead):
         super().__init__(1, 1, 1, weight_column, loss_reduction, loss_fn, name)
         self._thresholds = checked_thresholds(thresholds)
         self._label_vocabulary = checked_vocabulary(label_vocabulary, 2)
+
+    def _labels_of_kind(self, labels: jax.Array) -> jax.Array:
+        check_encoded(self._kind, labels, self._label_vocabulary)
+        return super()._labels_of_kind(labels)
 
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)

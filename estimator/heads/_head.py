@@ -37,7 +37,7 @@ class Head(abc.ABC):
     TensorFlow's `metrics` and `update_metrics` are one function here, since a metric is a value.
 
     Attributes:
-      name: the suffix of the names of all metrics, after a "/"; None: they have no suffix.
+      name: the suffix of the names of all metrics, after a "/"; if None, they have no suffix.
       logits_dimension: the size of the last dimension of the logits.
       loss_reduction: how the losses of the examples are reduced to the loss. If it is SUM, pass it to
         `replicate_model_fn` too.

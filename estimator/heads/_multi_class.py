@@ -13,7 +13,13 @@ from estimator import metrics as metrics_lib
 from estimator.core._argument_checks import as_int
 from estimator.core._export_output import ExportOutput
 from estimator.heads._head import Predictions
-from estimator.heads._one_task import OneTaskHead, all_class_ids, checked_vocabulary, classification_outputs
+from estimator.heads._one_task import (
+    OneTaskHead,
+    all_class_ids,
+    check_encoded,
+    checked_vocabulary,
+    classification_outputs,
+)
 from estimator.losses import Reduction
 from estimator.metrics import Metric
 from estimator.variables._class_names import ClassNames
@@ -57,6 +63,7 @@ class MultiClassHead(OneTaskHead):
         self._label_vocabulary = checked_vocabulary(label_vocabulary, n_classes)
 
     def _labels_of_kind(self, labels: jax.Array) -> jax.Array:
+        check_encoded(self._kind, labels, self._label_vocabulary)
         if not jnp.issubdtype(labels.dtype, jnp.integer):
             raise TypeError(
                 f"Labels dtype should be integer. Instead got {labels.dtype}. `{self._kind}` takes the class of each "

@@ -72,7 +72,8 @@ class MultiLabelHead(OneTaskHead):
         super().__init__(n_classes, n_classes, 1, weight_column, loss_reduction, loss_fn, name)
         self._thresholds = checked_thresholds(thresholds)
         self._label_vocabulary = checked_vocabulary(label_vocabulary, n_classes)
-        self._own_metrics = tuple(map(self._class_id, classes_for_class_based_metrics or ()))
+        own = () if classes_for_class_based_metrics is None else classes_for_class_based_metrics
+        self._own_metrics = tuple(map(self._class_id, own))
 
     def _class_id(self, id_or_name: int | str) -> int:
         classes: Sequence[int | str] | None = range(self.logits_dimension)

@@ -12,9 +12,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
+from estimator.core._argument_checks import hide_absent
 from estimator.core._bcoo import is_sparse
 from estimator.core._export_output import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
 from estimator.core._typing import Features
+from estimator.feature_column._column import ID_DTYPE
 from estimator.heads._head import (
     Head,
     Labels,
@@ -110,6 +112,10 @@ class OneTaskHead(Head):
     def _metrics(self, labels: jax.Array, logits: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
         """The metrics besides the average loss, by name; the suffix of the head is added later."""
 
+    def _are_valid(self, logits: jax.Array) -> jax.Array:
+        """A bool for each logit: a loss of it, and its gradient, are finite."""
+        return jnp.isfinite(logits)
+
     def _labels_of_kind(self, labels: jax.Array) -> jax.Array:
         """The labels in the dtype that the head computes with."""
         return labels.astype(jnp.float32)
@@ -165,6 +171,8 @@ class OneTaskHead(Head):
     def _losses_and_weights(
         self, labels: jax.Array, logits: jax.Array, features: Features
     ) -> tuple[jax.Array, ArrayLike]:
+        weights = self._weights(logits, features)
+        labels, logits = hide_absent(weights, labels), hide_absent(weights, logits, self._are_valid(logits))
         if self._loss_fn is None:
             losses = self._losses(labels, logits)
         else:
@@ -179,7 +187,7 @@ class OneTaskHead(Head):
                     f"shape {losses.shape}."
                 )
             losses = losses.astype(jnp.float32)
-        return losses, self._weights(logits, features)
+        return losses, weights
 
     def _weights(self, logits: jax.Array, features: Features) -> ArrayLike:
         # With a plain number, towers do not need to average the denominators of their losses.
@@ -224,6 +232,17 @@ def checked_selection(predictions: Predictions, keys: Sequence[Hashable] | str) 
     return {key: predictions[key] for key in keys}
 
 
+def check_encoded(kind: str, labels: jax.Array, label_vocabulary: tuple[str, ...] | None) -> None:
+    """Raises an error for labels that may not be positions in the vocabulary, such as a 1 that names a class."""
+    if label_vocabulary is not None and labels.dtype != ID_DTYPE:
+        raise TypeError(
+            f"Labels dtype should be string, for `{kind}` with label_vocabulary={list(label_vocabulary)}; got "
+            f"{labels.dtype}. Let input_fn return `est.feature_column.encode_labels(labels, label_vocabulary)`, of "
+            f"`labels.astype(str)` if numbers are names of classes, or of `labels.astype(np.{ID_DTYPE})` if they are "
+            "positions in label_vocabulary."
+        )
+
+
 def checked_vocabulary(label_vocabulary: Sequence[str] | None, n_classes: int) -> tuple[str, ...] | None:
     if label_vocabulary is None:
         return None
@@ -240,7 +259,7 @@ def checked_vocabulary(label_vocabulary: Sequence[str] | None, n_classes: int) -
 
 
 def checked_thresholds(thresholds: Iterable[float] | None) -> tuple[float, ...]:
-    thresholds = tuple(thresholds or ())
+    thresholds = () if thresholds is None else tuple(thresholds)
     for threshold in thresholds:
         if not 0 < threshold < 1:
             raise ValueError(f"thresholds must be in (0, 1) range; got {threshold!r}.")

@@ -35,7 +35,7 @@ class RegressionHead(OneTaskHead):
       weight_column: the feature with weights of shape `(batch,)`, `(batch, 1)` or `(batch, label_dimension)`.
       loss_reduction, name: as for `est.BinaryClassHead`.
       loss_fn: likewise; the losses have shape `(batch, label_dimension)`.
-      inverse_link_fn: function from logits to predictions; None: they are the same.
+      inverse_link_fn: function from logits to predictions; if None, they are the same.
 
     Labels have shape `(batch, label_dimension)`, or `(batch,)` for `label_dimension=1`.
     """
@@ -112,6 +112,9 @@ class PoissonRegressionHead(RegressionHead):
     ) -> None:
         super().__init__(label_dimension, weight_column, loss_reduction, inverse_link_fn=jnp.exp, name=name)
         self._compute_full_loss = compute_full_loss
+
+    def _are_valid(self, logits: jax.Array) -> jax.Array:
+        return jnp.isfinite(jnp.exp(logits))
 
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         # Without the logarithm of `labels!`, which does not depend on the logits.

@@ -9,6 +9,7 @@ from estimator.hooks._step_counter import StepCounterHook
 from estimator.hooks._stop_at_step import StopAtStepHook
 from estimator.hooks._summary_saver import SummarySaverHook
 from estimator.hooks._timer import SecondOrStepTimer
+from estimator.optim._learning_rate import SetLearningRateHook
 from estimator.porting._missing_names import names_loaded_later as _names_loaded_later
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
     "RunValues",
     "SecondOrStepTimer",
     "SetLearningRateHook",
-    "StalledError",
     "StepCounterHook",
     "StopAtSecsHook",
     "StopAtStepHook",
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from estimator.hooks._in_memory_evaluator import InMemoryEvaluatorHook
     from estimator.hooks._logging_tensor import LoggingTensorHook
     from estimator.hooks._profiler import ProfilerHook
-    from estimator.hooks._set_learning_rate import SetLearningRateHook
     from estimator.hooks._stop_at_secs import StopAtSecsHook
-    from estimator.hooks._watchdog import StalledError, WatchdogHook
+    from estimator.hooks._watchdog import WatchdogHook
 else:
     __getattr__, __dir__ = _names_loaded_later(
         __name__,
@@ -48,8 +47,7 @@ else:
             "_in_memory_evaluator": "InMemoryEvaluatorHook",
             "_logging_tensor": "LoggingTensorHook",
             "_profiler": "ProfilerHook",
-            "_set_learning_rate": "SetLearningRateHook",
             "_stop_at_secs": "StopAtSecsHook",
-            "_watchdog": "StalledError WatchdogHook",
+            "_watchdog": "WatchdogHook",
         },
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from absl import logging
+
 from estimator.core._hook import Hook
 from estimator.core._run_config import RunConfig
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
@@ -35,6 +37,12 @@ def with_default_hooks(
         raise ValueError(
             "There should be a CheckpointSaverHook to use saving_listeners. Please set one of "
             "RunConfig.save_checkpoints_steps or RunConfig.save_checkpoints_secs."
+        )
+    if not savers and config.is_chief:
+        logging.warning(
+            "No checkpoint of this run will be in %s, unless a hook calls `context.save()`: save_checkpoints_steps and "
+            "save_checkpoints_secs of its RunConfig are both None.",
+            config.model_dir,
         )
     for saver in savers:
         # Only the first one, so that a listener is called once for a checkpoint.

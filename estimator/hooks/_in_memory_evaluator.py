@@ -7,7 +7,7 @@ from typing import Any
 
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook, RunValues
-from estimator.multihost._preemption import SIGTERM
+from estimator.multihost._preemption import SIGNALS
 
 
 class InMemoryEvaluatorHook(Hook):
@@ -67,8 +67,8 @@ class InMemoryEvaluatorHook(Hook):
         self._evaluate(context)
 
     def end(self, context: Context) -> None:
-        # After SIGTERM little time is left, which the last checkpoint needs.
-        if context.error is None and context.stop_reason != SIGTERM:
+        # After a signal little time is left, which the last checkpoint needs.
+        if context.error is None and context.stop_reason not in SIGNALS:
             # If the last step was evaluated already, its state is not evaluated again.
             if self.results[-1]["global_step"] != context.global_step:
                 self._evaluate(context)

@@ -24,7 +24,7 @@ class ProfilerHook(Hook):
     Args:
       save_steps, save_secs: how often. Give one of both.
       output_dir: where traces go, as `plugins/profile/<time>/`; by default the model_dir.
-      num_steps: how many steps a trace holds; less than `save_steps`.
+      num_steps: how many steps a trace holds; less than `save_steps`. If None, 5, or what `save_steps` leaves room for.
 
     Raises:
       ValueError: not exactly one interval is given, it or `num_steps` is not positive, or `num_steps` does not fit in.
@@ -35,9 +35,11 @@ class ProfilerHook(Hook):
         save_steps: int | None = None,
         save_secs: float | None = None,
         output_dir: str | os.PathLike[str] = "",
-        num_steps: int = 5,
+        num_steps: int | None = None,
     ) -> None:
         check_intervals("ProfilerHook", save_steps=save_steps, save_secs=save_secs)
+        if num_steps is None:
+            num_steps = min(5, max(1, save_steps - 1)) if save_steps else 5
         check_intervals("ProfilerHook", num_steps=num_steps)
         if save_steps is not None and num_steps >= save_steps:
             raise ValueError(

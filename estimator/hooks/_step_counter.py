@@ -24,7 +24,7 @@ class StepCounterHook(Hook):
 
     Args:
       every_n_steps, every_n_secs: how often. Give one, and None for the other.
-      output_dir: the directory of an event file to write, in a store at the end; None: none.
+      output_dir: the directory of an event file to write, in a store at the end; if None, none is written.
       summary_writer: writes instead; any object with `add_scalar(tag, value, step)`, such as tensorboardX's
         `SummaryWriter`.
 

@@ -14,7 +14,7 @@ import numpy as np
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._record import Histogram, Report, Rows, Scalar
+from estimator.core._record import Histogram, OfTowers, Report, Rows, Scalar
 from estimator.hooks._rates import RateMeter
 from estimator.hooks._timer import SecondOrStepTimer
 from estimator.storage._files import normalize
@@ -70,13 +70,14 @@ class SummarySaverHook(Hook):
         self._given_writer = summary_writer
 
     def writes_to(self, directory: str | None) -> bool:
-        """Says whether it writes into the directory of the run."""
+        """Returns whether it writes into the directory of the run."""
         return self._given_writer is None and self._dir in (None, directory and normalize(directory))
 
     def begin(self) -> None:
         self._timer.reset()
-        self._write: Callable[[int, float, dict[str, Any]], None] | None = None  # for the chief alone
+        self._write: Callable[[int, float, dict[str, Any]], None] | None = None  # only for the chief
         self._names: list[str] = []
+        self._of_towers: list[str] = []
         self._waiting: list[_Moment] = []
         self._passed = 0  # the last step whose loss is known
         self._meter = RateMeter()
@@ -85,6 +86,7 @@ class SummarySaverHook(Hook):
         if self._given_writer is None and self._dir is None and context.output_dir is None:
             raise ValueError(f"SummarySaverHook needs an output_dir in mode {str(context.mode)!r}; got None.")
         self._names = [name for name, report in context.reported.items() if _is_shown(report)]
+        self._of_towers = [name for name in self._names if isinstance(context.reported[name], OfTowers)]
         if context.mode == ModeKeys.TRAIN:
             context.watch_losses(self._write_due)
         if jax.process_index() == 0:
@@ -125,7 +127,7 @@ class SummarySaverHook(Hook):
         """Writes what is due of the steps from `first` on: their losses are known by now, and so all their values.
 
         The loop calls it when it looks at its losses. Values of the model_fn have been in `_waiting` since their step;
-        where it shows none, the losses alone are written, and no step was requested for them. A value of a step that
+        where it shows none, only the losses are written, and no step was requested for them. A value of a step that
         was passed here before it came is written by `after_run`, as are the oldest where too many wait.
         """
         last = self._passed = first + len(losses) - 1
@@ -152,7 +154,10 @@ class SummarySaverHook(Hook):
             return  # nothing is fetched for it
         step, walltime, values = moment
         loss = {"loss": values.loss, **values.scalars} if context.mode == ModeKeys.TRAIN else {}
-        self._write(step, walltime, {**loss, **(rates or {}), **dict(zip(self._names, values.results, strict=True))})
+        shown = {name: x for name, x in zip(self._names, values.results, strict=True) if x is not None}
+        for name in [name for name in self._of_towers if name in shown]:
+            shown |= {f"{name}/tower_{i}": value for i, value in enumerate(shown.pop(name))}
+        self._write(step, walltime, {**loss, **(rates or {}), **shown})
 
 
 def write_evaluation(context: Context, checkpoint_path: str | None) -> None:
@@ -169,5 +174,7 @@ def _is_shown(report: Report) -> bool:
             return report.summary
         case Rows():
             return report.image
+        case OfTowers():
+            return report.value.ndim == 1
         case _:
             return isinstance(report, Histogram)

@@ -39,7 +39,7 @@ class SecondOrStepTimer:
         self._first: int | None = None
 
     def should_trigger_for_step(self, step: int) -> bool:
-        """Says whether it is time: at the first call, then when the interval has passed. Never twice for one step."""
+        """Returns whether it is time: at the first call, and when the interval has passed. Never twice for a step."""
         if self._step is None:
             return True
         if step == self._step:
@@ -47,7 +47,7 @@ class SecondOrStepTimer:
         return step >= self._step + self._every_steps if self._every_steps else self._secs_passed()
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        """Notes that it was done; returns the seconds and the steps since the last time, or (None, None)."""
+        """Records that it was done; returns the seconds and the steps since the last time, or (None, None)."""
         now = time.monotonic()
         since = (None, None) if self._step is None or self._time is None else (now - self._time, step - self._step)
         self._step, self._time = step, now

@@ -19,9 +19,9 @@ from estimator.core._bcoo import has_sparse, pad_sparse
 from estimator.core._placement import Placement
 from estimator.core._typing import PyTree
 from estimator.inputs._array_iterator import RowBatches
-from estimator.inputs._batch_values import Stack, copy_batch, default_devices
+from estimator.inputs._batch_values import Stack, bring_near, copy_batch, default_devices
 from estimator.inputs._shape_watch import ShapeWatch
-from estimator.porting._missing_names import explain_batch_size
+from estimator.porting._missing_names import explain_missing_key
 
 _IN_MEMORY: tuple[type, ...] = type(iter([])), type(iter(())), itertools.repeat, RowBatches
 _ACCEPTED = (
@@ -54,7 +54,7 @@ def call_input_fn(input_fn: Callable[..., Any], mode: object, params: object, co
     try:
         return input_fn(**{name: value for name, value in arguments.items() if name in parameters})
     except Exception as error:
-        explain_batch_size(error)
+        explain_missing_key(error, params=params)
         raise
 
 
@@ -96,7 +96,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         try:
             element = next(self._elements)
         except (KeyError, AttributeError) as error:  # of a generator, which runs only now
-            explain_batch_size(error)
+            explain_missing_key(error)
             raise
         pair = copy_batch(*pair_of(element), self._devices, self._stack)
         if self._has_sparse is None:
@@ -117,9 +117,8 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
     def place(self, placement: Placement) -> None:
         """Makes arrays that are not on the devices of `placement` numpy arrays, from now on and in a peeked batch."""
         sharding = placement.batch(1)
-        self._devices = default_devices() if sharding is None else sharding.device_set
-        if self._peeked is not None:
-            self._peeked = copy_batch(*self._peeked, self._devices)
+        self._devices = devices = default_devices() if sharding is None else sharding.device_set
+        self._peeked = jax.tree.map(lambda leaf: bring_near(leaf, devices), self._peeked)
 
     def peek(self) -> tuple[PyTree, PyTree] | None:
         """The batch that `next` will return, or None at the end. The position does not change."""
@@ -175,7 +174,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
 def batches(result: Any) -> Batches:
     """Returns an iterator over `(features, labels)` for the `result` of an input_fn.
 
-    As in TensorFlow, a tuple is `(features, labels)`, and features alone have the labels None.
+    As in TensorFlow, a tuple is `(features, labels)`, and features by themselves have the labels None.
     Unlike there, any Python iterable of batches is accepted, and arrays are one batch,
     not an endless repetition. Leaves that can become arrays (torch and TensorFlow tensors) become
     numpy arrays. Sparse arrays are padded to a power of two of entries, if the first batch has any.
@@ -202,7 +201,7 @@ def batches(result: Any) -> Batches:
 
 
 def is_one_batch(result: object) -> bool:
-    """Says whether the result of an input_fn is one batch; otherwise it is an iterable of batches."""
+    """Returns whether the result of an input_fn is one batch; otherwise it is an iterable of batches."""
     if isinstance(result, (tuple, Mapping)) or hasattr(result, "shape"):
         return True
     if not isinstance(result, (str, bytes)):

@@ -38,7 +38,7 @@ def numpy_input_fn(
       x: features, an array of shape `(n, ...)` or a dict of such arrays.
       y: labels, an array of shape `(n, ...)`, a dict of such arrays, or None.
       batch_size: rows of a batch, at least 1.
-      num_epochs: how many times to read the rows; None: forever.
+      num_epochs: how many times to read the rows; forever if None.
       shuffle: whether each epoch has another permutation of the rows.
       seed: the seed of the permutations: with one, every call of the input_fn has the same order;
         with None, every call has another.

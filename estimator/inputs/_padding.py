@@ -329,7 +329,7 @@ def _check_named(name: str, by_name: Mapping[Any, Any], tree: Any) -> None:
 
 
 def _has_rows(x: object) -> bool:
-    """Says whether it is a list of rows, which may differ in length, instead of an array."""
+    """Returns whether it is a list of rows, which may differ in length, instead of an array."""
     return isinstance(x, list) or (isinstance(x, np.ndarray) and x.dtype == object)
 
 

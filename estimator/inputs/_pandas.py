@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from estimator.feature_column._data_frame import column_arrays
+from estimator.feature_column._encode import encode, encode_labels
 from estimator.inputs._array_iterator import Order, RowBatches, rows_input_fn
 
 
@@ -18,13 +20,15 @@ def pandas_input_fn(
     shuffle: bool | None = None,
     *,
     target_column: str = "target",
+    columns: Iterable[Any] | None = None,
+    label_vocabulary: Sequence[str] | None = None,
     seed: int | None = None,
     drop_remainder: bool = False,
 ) -> Callable[[], RowBatches]:
     """Returns an input_fn that cuts a data frame into batches; features are a dict of its columns.
 
     As in TensorFlow, the index is not a feature, and later changes of `x` and `y` by pandas do not matter: nothing is
-    copied before there is one.
+    copied before there is one. Strings become integers once, at this call, by `columns` and `label_vocabulary`.
 
     >>> import pandas as pd
     >>> x = pd.DataFrame({"age": [30, 40, 50], "height": [1.7, 1.8, 1.6]}, index=["a", "b", "c"])
@@ -39,6 +43,9 @@ def pandas_input_fn(
       batch_size, num_epochs, shuffle, seed, drop_remainder: as for `numpy_input_fn`.
       target_column: the name of the labels, for ports. As in TensorFlow it must not be a column of `x`; it has no other
         effect.
+      columns: all feature columns of the model, for `est.feature_column.encode`, which refuses strings that none
+        of them reads. If None, `x` stays as it is.
+      label_vocabulary: the names of the classes, where `y` is a `Series` of them; as the classifier or head has it.
 
     Returns:
       An input_fn without parameters. Each call returns a new iterator over features, a dict of arrays of shape
@@ -50,7 +57,8 @@ def pandas_input_fn(
       TypeError: pandas is not installed, `x` is not a `DataFrame`, `y` neither a `Series` nor a `DataFrame`, or
         `target_column` not a string.
       ValueError: `shuffle` is not a bool, `target_column` is a column of `x`, two columns have one name, the indexes of
-        `x` and `y` differ, there are no rows or columns, or a number is out of its range.
+        `x` and `y` differ, there are no rows or columns, or a number is out of its range; or as `encode` and
+        `encode_labels` do.
     """
     try:
         import pandas as pd
@@ -67,7 +75,7 @@ def pandas_input_fn(
     # pandas 3 copies the memory of a frame when it changes what another one, such as this, has too; pandas 2 copies it
     # here, unless its option `copy_on_write` is set.
     x = x.copy(deep=None)
-    features = _columns("x", x)
+    features = column_arrays("x", x) if columns is None else encode(x, columns)
     if y is None:
         return rows_input_fn(features, None, order, x)
     if not isinstance(y, pd.Series | pd.DataFrame):
@@ -85,14 +93,12 @@ def pandas_input_fn(
             f"index for y: {y.index}."
         )
     y = y.copy(deep=None)
-    labels = _columns("y", y) if isinstance(y, pd.DataFrame) else y.to_numpy()
+    labels = column_arrays("y", y) if isinstance(y, pd.DataFrame) else y.to_numpy()
+    if label_vocabulary is not None:
+        if isinstance(labels, dict):
+            raise TypeError(
+                f"label_vocabulary is for y as a Series; got a DataFrame of the columns {list(labels)}. Give one of "
+                "them, or encode each before by `est.feature_column.encode_labels`."
+            )
+        labels = encode_labels(labels, label_vocabulary)
     return rows_input_fn(features, labels, order, (x, y))
-
-
-def _columns(name: str, frame: Any) -> dict[Any, np.ndarray]:
-    if not len(frame.columns):
-        raise ValueError(f"{name} must have at least one column; got a DataFrame of shape {frame.shape}.")
-    if not frame.columns.is_unique:
-        twice = sorted(set(frame.columns[frame.columns.duplicated()]), key=str)
-        raise ValueError(f"The columns of {name} must have different names; got several called {twice}. Rename them.")
-    return {column: frame[column].to_numpy() for column in frame.columns}

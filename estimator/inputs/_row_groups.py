@@ -20,7 +20,7 @@ class RowGroups:
     Args:
       batch_size: the number of rows.
       drop_remainder: whether fewer rows at the end are left out.
-      axes, label_axes: as for `pad_batches`. None: all but scalars is to be padded, as by `tf.data`.
+      axes, label_axes: as for `pad_batches`. If None, all but scalars is to be padded, as by `tf.data`.
     """
 
     batch_size: int

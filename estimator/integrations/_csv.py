@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
+import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from estimator.core._record import Histogram
 from estimator.integrations._images import as_picture
+from estimator.integrations._names import as_path
+from estimator.storage._files import lock_if_possible, read, write
 from estimator.summary._trackers import Run
 
 _COLUMNS = ["step", "time", "tag", "value"]
+_HEADER = ",".join(_COLUMNS) + "\r\n"
+_ANY_BYTES = "surrogateescape"  # which stay as they are, UTF-8 or not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,50 +66,78 @@ class CsvTracker:
 
 
 class _CsvWriter:
+    """Appends lines to a file: those of a call, or none if it fails, as on a full disk."""
+
     def __init__(self, directory: str, run: Run) -> None:
         self._directory = directory
+        self._path = os.path.join(directory, "metrics.csv")
         os.makedirs(directory, exist_ok=True)
-        with open(os.path.join(directory, "settings.json"), "w", encoding="utf-8") as file:
-            json.dump({"id": run.id, **run.settings}, file, indent=2)
-        path = os.path.join(directory, "metrics.csv")
-        _remove_steps(path, run.first, run.last)
-        self._file = open(path, "a", newline="", encoding="utf-8")
-        if not self._file.tell():
-            csv.writer(self._file).writerow(_COLUMNS)
+        write(os.path.join(directory, "settings.json"), json.dumps({"id": run.id, **run.settings}, indent=2).encode())
+        with _open_locked(self._path):
+            _remove_steps(self._path, run.first, run.last)
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
+        lines = io.StringIO(newline="")
+        images = {tag: value for tag, value in values.items() if isinstance(value, np.ndarray)}
         for tag, value in values.items():
-            if isinstance(value, np.ndarray):
-                self._write_images(step, tag, value)
-            else:
-                parts = value.describe() if isinstance(value, Histogram) else {"": value}
-                for name, number in parts.items():
-                    if not isinstance(number, str):
-                        csv.writer(self._file).writerow([step, walltime, f"{tag}/{name}" if name else tag, number])
-        self._file.flush()  # to the system: a kill of the process loses nothing
+            if tag in images:
+                continue
+            parts = value.describe() if isinstance(value, Histogram) else {"": value}
+            for name, number in parts.items():
+                if not isinstance(number, str):
+                    csv.writer(lines).writerow([step, walltime, f"{tag}/{name}" if name else tag, number])
+        for tag, image in images.items():
+            self._write_images(step, tag, image)
+        self._append(lines.getvalue())  # to the system: a kill of the process loses nothing
+
+    def _append(self, lines: str) -> None:
+        with _open_locked(self._path) as file:
+            size = os.fstat(file.fileno()).st_size
+            left = memoryview((("" if size else _HEADER) + lines).encode("utf-8", _ANY_BYTES))
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except BaseException:
+                file.truncate(size)  # no line that is torn is followed by others
+                raise
 
     def _write_images(self, step: int, tag: str, images: np.ndarray) -> None:
-        folder = os.path.join(self._directory, "images", tag)
+        folder = os.path.join(self._directory, "images", as_path(tag))
         os.makedirs(folder, exist_ok=True)
         for i, image in enumerate(images):
             as_picture(image).save(f"{folder}/{step}_{i}.png")
 
     def flush(self) -> None:
-        os.fsync(self._file.fileno())
+        with open(self._path, "ab") as file:
+            os.fsync(file.fileno())
 
     def close(self, error: BaseException | None = None) -> None:
-        self._file.close()
+        pass  # no file is open
+
+
+@contextlib.contextmanager
+def _open_locked(path: str) -> Iterator[io.FileIO]:
+    """Opens a file to append to it while nobody else appends to it or replaces it, in any process."""
+    while True:
+        with open(path, "ab", buffering=0) as file:
+            lock_if_possible(file.fileno(), exclusive=True, wait=True)
+            if os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                yield file
+                return
+        # Somebody has replaced it between the two.
 
 
 def _remove_steps(path: str, first: int, last: float) -> None:
-    """Removes the lines of these steps, and a last line that a kill has torn."""
-    if not os.path.exists(path):
-        return
-    with open(path, newline="", encoding="utf-8") as file:
-        lines = file.read().split("\r\n")
-    kept = [line for line in lines[1:-1] if not first <= int(line.partition(",")[0]) <= last]
-    if len(kept) < len(lines) - 2 or lines[-1]:
-        new = f"{path}.new"
-        with open(new, "w", newline="", encoding="utf-8") as file:
-            file.write("\r\n".join([",".join(_COLUMNS), *kept, ""]))
-        os.replace(new, path)
+    """Removes the lines of these steps, and those that are damaged, as a last line that a kill has torn."""
+    text = read(path).decode("utf-8", _ANY_BYTES)
+    whole = text[: text.rfind("\r\n") + 2]
+    rows = list(csv.reader(io.StringIO(whole, newline="")))[1:]  # a tag may have a line break
+    sound = [row for row in rows if len(row) == len(_COLUMNS) and row[0].isdecimal()]
+    if damaged := len(rows) - len(sound):
+        logging.error("%s is damaged: %d of its lines are removed.", path, damaged)
+    kept = [row for row in sound if not first <= int(row[0]) <= last]
+    if len(kept) < len(rows) or len(whole) < len(text):
+        new = io.StringIO(_HEADER, newline="")
+        new.seek(0, os.SEEK_END)
+        csv.writer(new).writerows(kept)
+        write(path, new.getvalue().encode("utf-8", _ANY_BYTES))

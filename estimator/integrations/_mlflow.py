@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +13,14 @@ from absl import logging
 
 from estimator.core._record import Histogram
 from estimator.integrations._images import as_picture
+from estimator.integrations._names import as_path
+from estimator.runtime._extras import import_extra
 from estimator.summary._trackers import Run
 
 _ID = "estimator.run_id"  # a tag of MLflow's run
+_PARENT = "mlflow.parentRunId"
 _MOST = 100  # params of one call
+_LONGEST_NAME, _LONGEST_TEXT = 250, 6000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +30,9 @@ class MLflowTracker:
     A training run and the evaluations of its model_dir are one run of MLflow, with metrics such as "eval/accuracy"; a
     run that was killed resumes it, by the id in the model_dir, which the MLflow run has as a tag. MLflow keeps all that
     it gets: steps that a resumed run repeats are there twice. It has no histograms: of each there are the count, the
-    mean, the standard deviation, the minimum and the maximum, as "tag/mean". A param keeps its first value.
+    mean, the standard deviation, the minimum and the maximum, as "tag/mean". A param keeps its first value, of which
+    there are the first 6,000 characters. What MLflow does not take in a name becomes "_": "accuracy@5" is "accuracy_5".
+    Within a run of your own (`with mlflow.start_run():`), the run is nested in it.
 
     >>> import estimator as est
     >>> config = est.RunConfig(trackers=[est.trackers.MLflowTracker("digits", "sqlite:////tmp/mlflow.db")])
@@ -42,12 +49,7 @@ class MLflowTracker:
     tracking_uri: str | None = None
 
     def __post_init__(self) -> None:
-        try:
-            import mlflow  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "`est.trackers.MLflowTracker` needs mlflow. Install it: pip install 'replicate-model-fn[mlflow]'."
-            ) from error
+        import_extra("est.trackers.MLflowTracker", "mlflow", "mlflow")
 
     def open(self, run: Run) -> _MLflowWriter:
         from mlflow import MlflowClient
@@ -57,11 +59,12 @@ class MLflowTracker:
         experiment = client.create_experiment(self.experiment) if known is None else known.experiment_id
         found = client.search_runs([experiment], f"tags.`{_ID}` = '{run.id}'", max_results=1)
         name = os.path.basename(run.model_dir)
-        theirs = found[0] if found else client.create_run(experiment, tags={_ID: run.id}, run_name=name)
-        _log_params(client, theirs, run.settings)
+        tags = {_ID: run.id, **_parent_tag(client)}
+        theirs = found[0] if found else client.create_run(experiment, tags=tags, run_name=name)
         # An evaluation may be within a training run, whose end is the run's.
         ends = not run.name or not found
         if ends:
+            _log_params(client, theirs, run.settings)
             client.update_run(theirs.info.run_id, status="RUNNING")
         return _MLflowWriter(client, theirs.info.run_id, run.prefix, ends)
 
@@ -69,44 +72,81 @@ class MLflowTracker:
 class _MLflowWriter:
     def __init__(self, client: Any, run_id: str, prefix: str, ends: bool) -> None:
         self._client, self._id, self._prefix, self._ends = client, run_id, prefix, ends
-        self._sent: list[Any] = []  # calls that a thread of MLflow makes
+        self._sent: list[tuple[Any, Any]] = []  # metrics, and the call by which a thread of MLflow sends them
+        self._names: dict[str, str] = {}  # MLflow's, by tag
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Metric
 
         metrics = []
         for tag, value in values.items():
-            name = f"{self._prefix}{tag}"
             if isinstance(value, str):
-                self._client.set_tag(self._id, name, value)
+                self._client.set_tag(self._id, self._name(tag), value[:_LONGEST_TEXT])
             elif isinstance(value, np.ndarray):
                 for i, image in enumerate(value):
-                    self._client.log_image(self._id, as_picture(image), key=f"{name}/{i}", step=step)
+                    key = re.sub(r"[^\w\-./ ]", "_", f"{self._name(tag)}/{i}", flags=re.ASCII)
+                    self._client.log_image(self._id, as_picture(image), key=key, step=step)
             else:
                 parts = value.describe() if isinstance(value, Histogram) else {"": value}
                 for part, number in parts.items():
-                    key = f"{name}/{part}" if part else name
+                    key = self._name(f"{tag}/{part}" if part else tag)
                     metrics.append(Metric(key, float(number), int(1000 * walltime), step))
-        self._sent.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
+        self._sent.append((metrics, self._client.log_batch(self._id, metrics=metrics, synchronous=False)))
+
+    def _name(self, tag: str) -> str:
+        if tag not in self._names:
+            name = _legal(f"{self._prefix}{tag}")
+            while name in self._names.values():
+                name += "_"
+            if name != f"{self._prefix}{tag}":
+                logging.warning("MLflow takes no %r as a name: there it is %r.", f"{self._prefix}{tag}", name)
+            self._names[tag] = name
+        return self._names[tag]
 
     def flush(self) -> None:
-        sent, self._sent = self._sent, []
-        for call in sent:
-            call.wait()
+        while self._sent:
+            metrics, call = self._sent[0]
+            try:
+                call.wait()
+            except Exception:  # of any store; if it fails again, the next flush tries it
+                self._client.log_batch(self._id, metrics=metrics)
+            del self._sent[0]
 
     def close(self, error: BaseException | None = None) -> None:
-        self.flush()
-        if self._ends:
-            self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
+        try:
+            self.flush()
+        finally:
+            if self._ends:
+                self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
+
+
+def _legal(name: str) -> str:
+    """A name as MLflow takes it."""
+    return re.sub(r"[^\w\-.:/ ]", "_", as_path(name[:_LONGEST_NAME]))
+
+
+def _parent_tag(client: Any) -> dict[str, str]:
+    """The tag that nests a run in the one that the user has begun in this thread, if that is in the same store."""
+    import mlflow
+
+    active = mlflow.active_run()
+    if active is None:
+        return {}
+    try:
+        return {_PARENT: client.get_run(active.info.run_id).info.run_id}
+    except mlflow.MlflowException:
+        logging.warning("The active run %s of MLflow is in another store: this one is beside it.", active.info.run_id)
+        return {}
 
 
 def _log_params(client: Any, theirs: Any, settings: Mapping[str, Any]) -> None:
     from mlflow.entities import Param
 
     known = theirs.data.params
-    changed = {name: value for name, value in settings.items() if known.get(name, str(value)) != str(value)}
+    values = {_legal(name): str(value)[:_LONGEST_TEXT] for name, value in settings.items()}
+    changed = {name: value for name, value in values.items() if known.get(name, value) != value}
     if changed:
         logging.warning("MLflow keeps the first value of a param; not in its run: %s.", changed)
-    new = [Param(name, str(value)) for name, value in settings.items() if name not in known]
+    new = [Param(name, value) for name, value in values.items() if name not in known]
     for i in range(0, len(new), _MOST):
         client.log_batch(theirs.info.run_id, params=new[i : i + _MOST])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from estimator._early_stopping import MetricHook
+from estimator._early_stopping import History, MetricHook, Rule
 from estimator.core._hook import Context
+from estimator.runtime._extras import import_extra
 
 if TYPE_CHECKING:
     import optuna
@@ -63,18 +64,13 @@ class OptunaPruningHook(MetricHook):
         run_every_secs: float | None = 60,
         run_every_steps: int | None = None,
     ) -> None:
-        try:
-            import optuna  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "`est.OptunaPruningHook` needs optuna. Install it: pip install 'replicate-model-fn[optuna]'."
-            ) from error
+        import_extra("est.OptunaPruningHook", "optuna", "optuna")
         args = (eval_dir, min_steps, run_every_secs, run_every_steps)
-        super().__init__("OptunaPruningHook", None, metric, self._report, *args)
+        super().__init__("OptunaPruningHook", None, Rule(metric), *args)
         self._trial = trial
         self._known: set[int] = set()  # the steps that the trial knows
 
-    def _report(self, history: list[tuple[int, float]]) -> str | None:
+    def _find_reason(self, history: History) -> str | None:
         assert self._trial is not None  # in process 0, the one that calls this
         for step, value in history:
             if step not in self._known:

@@ -6,6 +6,7 @@ A SavedModel holds each signature as one operation of TensorFlow, `XlaCallModule
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,18 +16,12 @@ import numpy as np
 from jax import export
 
 from estimator.export._export_model import name_leaves
+from estimator.runtime._extras import import_extra
 
 
 def import_tensorflow() -> Any:
     """Imports TensorFlow, or says how to install it."""
-    try:
-        import tensorflow
-    except ImportError as error:
-        raise ImportError(
-            '`export_model(format="saved_model")` needs TensorFlow. Install it: '
-            "pip install 'replicate-model-fn[saved_model]'."
-        ) from error
-    return tensorflow
+    return import_extra('export_model(format="saved_model")', "tensorflow", "saved_model")
 
 
 def write_saved_model(
@@ -76,15 +71,18 @@ def _as_signature(
 
 
 def _name_inputs(features: Any) -> dict[str, Any]:
-    """The features by names that TensorFlow takes for inputs: letters, digits and "_", a letter first."""
+    """The features by names that TensorFlow takes for inputs: letters, digits and "_", a letter first; but
+    "features_self" for "self", and "features_class" for "class" as for each word of Python."""
     inputs: dict[str, Any] = {}
     for name, feature in name_leaves(features, alone="features").items():
         plain = re.sub(r"\W", "_", name, flags=re.ASCII)
-        plain = plain if plain[:1].isalpha() else f"features_{plain}"
-        if plain in inputs:
+        # TensorFlow passes inputs to its own methods by keyword.
+        is_usable = plain[:1].isalpha() and not keyword.iskeyword(plain) and plain != "self"
+        plain = plain if is_usable else f"features_{plain}"
+        if plain.lower() in map(str.lower, inputs):
             raise ValueError(
-                f"Two features have the name {plain!r} in a SavedModel, where letters, digits and '_' make a name: "
-                f"{name!r} is the second one. Rename one of them."
+                f"Two features have the name {plain!r} in a SavedModel, where letters of any case, digits and '_' make "
+                f"a name: {name!r} is the second one. Rename one of them."
             )
         inputs[plain] = feature
     return inputs

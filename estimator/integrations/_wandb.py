@@ -9,6 +9,7 @@ import numpy as np
 
 from estimator.core._record import Histogram
 from estimator.integrations._images import as_picture
+from estimator.runtime._extras import import_extra
 from estimator.summary._trackers import Run
 
 _STEP = "global_step"
@@ -39,12 +40,7 @@ class WandbTracker:
     """
 
     def __init__(self, **settings: Any) -> None:
-        try:
-            import wandb  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "`est.trackers.WandbTracker` needs wandb. Install it: pip install 'replicate-model-fn[wandb]'."
-            ) from error
+        import_extra("est.trackers.WandbTracker", "wandb", "wandb")
         own = sorted({"id", "resume", "reinit", "config"} & settings.keys())
         if own:
             raise TypeError(
@@ -84,7 +80,7 @@ class _WandbWriter:
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
         shown = {f"{self._run.prefix}{tag}": _as_wandb(value) for tag, value in values.items()}
-        self._shared.log({_STEP: step, **shown})
+        self._shared.log({**shown, _STEP: step})  # last: a summary may have its name
 
     def flush(self) -> None:
         pass  # wandb's own process writes at once

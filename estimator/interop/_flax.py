@@ -59,6 +59,8 @@ def flax_module(
     >>> sorted(model.init(jax.random.key(0), jnp.ones((3, 2)), mode="infer").variables["net"])
     ['bias', 'kernel']
 
+    Under an `est.Policy` modules of both kinds compute in its dtype, unless they have a `dtype` of their own.
+
     The module may be called several times: the calls share the variables, and later calls see the updates of earlier
     ones. `net(x, method="encode")` calls another method. TensorFlow's counterpart was `model_to_estimator`.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from estimator.core._frame import Frame, current_frame, current_trace
 from estimator.core._mode_keys import ModeKeys
@@ -16,14 +17,18 @@ from estimator.core._rng import name_hash
 from estimator.core._typing import PyTree
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._partitioning import Partition
+from estimator.variables._policy import Policy, cast_to_compute, innermost_policy
 from estimator.variables._variables import assign, get_variable, read
 
 
 class FlaxModule(abc.ABC):
     """A module in one run of a model_fn; call it like the module itself.
 
-    Its collections are variables: "params" by the name of the module, others by their own names within it.
+    Its collections are variables: "params" by the name of the module, others by their own names within it. Under an
+    `est.Policy` its parameters and inputs are cast, and layers of Flax that say no `dtype` get the policy's.
     """
+
+    _policy: Policy | None = None  # that the current call follows
 
     def __init__(
         self,
@@ -57,6 +62,22 @@ class FlaxModule(abc.ABC):
     def _trains(self) -> bool:
         return self._frame.mode == ModeKeys.TRAIN
 
+    def _follow_policy(self, own: Any, is_first: bool = False) -> None:
+        """Finds the policy of a call. A module that has a dtype computes in that, and the log says so at first."""
+        self._policy = policy = innermost_policy()
+        if policy is None or own is None:
+            return
+        self._policy = None
+        if is_first and self._trains and self._frame.initializing and jnp.dtype(own) != policy.compute_dtype:
+            logging.warning(
+                "The module %r computes in %s, since its `dtype` says so, and not in %s, as the `est.Policy` around "
+                "it: write `dtype=None`, or `with est.Policy(%r):` around its call.",
+                *(self._name, jnp.dtype(own).name, policy.compute_dtype.name, jnp.dtype(own).name),
+            )
+
+    def _cast_inputs(self, inputs: Any) -> Any:
+        return inputs if self._policy is None else jax.tree.map(cast_to_compute, inputs)
+
     def _initial_key(self) -> jax.Array:
         """The key that `get_variable` would give to an initializer."""
         self._check_trace("is initialized")
@@ -67,7 +88,7 @@ class FlaxModule(abc.ABC):
 
     def _get(self, collection: str, initial: PyTree = None) -> PyTree:
         """The value of a collection; the first call gets the variable from the state, or creates it."""
-        name = self._variable(collection)
+        name, policy = self._variable(collection), self._policy if collection == "params" else None
         if name not in self._frame.declared.trainable or initial is not None:
             values = jax.tree.leaves(self._frame.variables.get(name) if initial is None else initial)
             # Statistics of batch normalization are averaged over towers; counters and keys have no mean.
@@ -81,7 +102,8 @@ class FlaxModule(abc.ABC):
                     aggregation=self._aggregation or default,
                     partition=self._partition if collection == "params" else None,
                 )
-        return read(self._frame, name)
+        value = read(self._frame, name)
+        return value if policy is None else _cast_parameters(policy, value)
 
     def _keep(self, collection: str, old: PyTree, new: PyTree) -> None:
         """Assigns the new value of a collection, if a call has changed it."""
@@ -107,6 +129,13 @@ class FlaxModule(abc.ABC):
                 "to be initialized, call it once outside before; otherwise use Flax's own `remat`, `vmap`, `scan` in "
                 "the module."
             )
+
+
+def _cast_parameters(policy: Policy, values: PyTree) -> PyTree:
+    if not isinstance(values, Mapping):
+        return policy.cast_variable(values, None, trainable=True)
+    # A norm: in half precision, too, Flax multiplies by its scale, and adds its bias, in float32.
+    return values if "scale" in values else {name: _cast_parameters(policy, each) for name, each in values.items()}
 
 
 def repeated_keys(name: str, loop: str) -> str:

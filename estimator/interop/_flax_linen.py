@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import flax.errors
@@ -23,6 +24,20 @@ class LinenModule(FlaxModule):
     _collections: list[str] | None = None  # known after the first call
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
+        self._follow_policy(getattr(self.module, "dtype", None), is_first=self._collections is None)
+        args, kwargs = self._cast_inputs((args, kwargs))
+        with nn.intercept_methods(self._set_dtype) if self._policy else contextlib.nullcontext():
+            return self._run_cast(args, kwargs, method)
+
+    def _set_dtype(self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """Lets a layer that says no dtype compute in the policy's, when a method of it is called."""
+        assert self._policy is not None
+        if getattr(context.module, "dtype", self._policy) is None:
+            # Modules are frozen. This one is a copy, which Flax made for the run.
+            object.__setattr__(context.module, "dtype", self._policy.compute_dtype)
+        return call(*args, **kwargs)
+
+    def _run_cast(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         loop = loop_around(self._frame)
         # Within a loop no key is drawn: it would be the same in each iteration, which is an error below.
         keys = {stream: next_key(self._frame, f"{self._name}/{stream}") for stream in self._rngs if loop is None}
@@ -34,8 +49,11 @@ class LinenModule(FlaxModule):
                 self._collections = [name for name, value in initial.items() if jax.tree.leaves(value)]
                 for name in self._collections:
                     self._get(name, initial[name])
-                return output
-            self._collections = self._saved_collections()
+                if self._policy is None:
+                    return output
+                # It was computed from parameters in float32: once more, of those that are cast.
+            else:
+                self._collections = self._saved_collections()
         values = {name: self._get(name) for name in self._collections}
         mutable = [name for name in values if name != "params"] if self._trains else []
         try:

@@ -66,6 +66,7 @@ class NNXModule(FlaxModule):
             model.train()
         else:
             model.eval()
+        args, kwargs = self._cast_inputs((args, kwargs))
         output = (model if method is None else getattr(model, method))(*args, **kwargs)
         if loop is not None and any(a is not b for a, b in zip(unused, _counts(model), strict=True)):
             raise ValueError(repeated_keys(self._name, loop))
@@ -82,7 +83,18 @@ class NNXModule(FlaxModule):
                 f"The function given to `est.flax_module` for {self._name!r} must return an NNX model; "
                 f"it returned {model!r}."
             )
+        self._follow_policy(_own_dtype(model), is_first=not self._created)
+        if self._policy is not None:
+            for _, module in nnx.iter_graph(model):
+                if isinstance(module, nnx.Module) and hasattr(module, "dtype") and _own_dtype(module) is None:
+                    module.dtype = self._policy.compute_dtype
         return model
+
+
+def _own_dtype(module: nnx.Module) -> Any:
+    own = getattr(module, "dtype", None)
+    # An embedding that is given none takes the dtype of its parameters.
+    return None if isinstance(module, nnx.Embed) and own == module.param_dtype else own
 
 
 def _collection(leaf: Any) -> str | None:

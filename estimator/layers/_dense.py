@@ -63,10 +63,10 @@ def dense(
     Args:
       inputs: shape `[..., width]`, floating. Variables have their dtype; under an `est.Policy` float32.
       units: the width of the output.
-      activation: a function, such as `jax.nn.relu`, or the name of one, such as "relu". None: none.
+      activation: a function, such as `jax.nn.relu`, or the name of one, such as "relu"; or None.
       use_bias: whether to add a bias.
-      kernel_initializer, bias_initializer: `fn(key, shape, dtype)`, as in `jax.nn.initializers`. None: as the scope
-        says, or else glorot uniform.
+      kernel_initializer, bias_initializer: `fn(key, shape, dtype)`, as in `jax.nn.initializers`. If None, as the
+        scope says, or else glorot uniform.
       kernel_regularizer, bias_regularizer: of `est.regularizers`, for `est.losses.get_regularization_loss`.
       activity_regularizer, kernel_constraint, bias_constraint: must be None.
       trainable: whether optimizers change the variables by default.

@@ -34,7 +34,7 @@ def dropout(
       inputs: any shape, floating.
       rate: the part that is set to zero, from 0 to less than 1. `tf.nn.dropout` has `keep_prob` in its place, the part
         that stays: write `1 - keep_prob`. An error cannot tell the one from the other.
-      noise_shape: if it has 1, one choice is made for the whole dimension; None: the dimension's size.
+      noise_shape: if it has 1, one choice is made for the whole dimension; if None, the dimension's size.
       seed: makes the choice a different one, the same in each run with the same seed of `RunConfig`.
       training: whether to do it at all. By default in TRAIN, where TensorFlow's default is False in all modes.
       name: choices of one name do not change if other layers are added.

@@ -154,7 +154,7 @@ def check_count(layer: str, name: str, value: Any) -> int:
 
 def sizes(layer: str, name: str, value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     """One positive integer for each spatial dimension; a single one stands for all."""
-    values: tuple[Any, ...] = (value,) * ndim if not isinstance(value, Sequence) else tuple(value)
+    values: tuple[Any, ...] = tuple(value) if isinstance(value, Sequence | np.ndarray) else (value,) * ndim
     if len(values) != ndim or any(isinstance(each, bool) or not hasattr(each, "__index__") for each in values):
         raise ValueError(f"`est.layers.{layer}` needs an integer or {ndim} of them as `{name}`; got {value!r}.")
     if any(each < 1 for each in values):

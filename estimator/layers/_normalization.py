@@ -89,7 +89,7 @@ def batch_normalization(
       training: whether to use the moments of the batch. By default in TRAIN, where TensorFlow's default is False in
         all modes. `moving_mean` and `moving_variance` change in TRAIN only.
       fused: as TensorFlow's fused kernel: whether the moving variance is `n / (n - 1)` times the variance of the
-        batch, unbiased. None: if the inputs have four dimensions, and `axis` is the last or the second.
+        batch, unbiased. If None, it is if the inputs have four dimensions, and `axis` is the last or the second.
       beta_constraint, gamma_constraint, renorm, renorm_clipping, virtual_batch_size, adjustment: must not be given.
       renorm_momentum: has no effect without `renorm`.
       synchronized: whether towers normalize by the moments of all their rows together.
@@ -292,7 +292,7 @@ def _normalize(
     shape: tuple[int, ...],
     epsilon: float,
 ) -> jax.Array:
-    """Normalizes the inputs, times `gamma` plus `beta`, each of which has `shape` for this."""
+    """Normalizes the inputs, times `gamma` plus `beta`, each reshaped to `shape`."""
     factor = jax.lax.rsqrt(variance + epsilon)
     if gamma is not None:
         # Multiplied into the small factor: one product of the size of the inputs instead of two.

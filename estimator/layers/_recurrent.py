@@ -81,8 +81,8 @@ def lstm(
       inputs: `[batch, steps, width]`, floating; with `time_major`, as the outputs then, `[steps, batch, width]`.
       units: the width of the output.
       sequence_length: how many steps each example has, `[batch]`; afterwards its outputs are zeros and its state stays.
-        None: all.
-      initial_state: None: zeros.
+        If None, all do.
+      initial_state: if None, zeros.
       forget_bias: added to the forget gate.
       activation: used instead of tanh.
       kernel_initializer, bias_initializer, kernel_regularizer, trainable, name, reuse: as in `dense`.
@@ -151,7 +151,7 @@ def gru(
     (11, 16) (2, 8)
 
     Args:
-      bias_initializer: None: ones for the gates, zeros for the candidate.
+      bias_initializer: if None, ones for the gates, zeros for the candidate.
     """
     with layer_scope("gru", name, reuse, "rnn", shares=True):
         x, lengths = _inputs("gru", inputs, sequence_length, time_major)
@@ -196,7 +196,7 @@ def bidirectional_lstm(
     cell_name: str = "basic_lstm_cell",
     **options: Any,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[LSTMState, LSTMState]]:
-    """Two LSTMs, one of which goes backwards through each sequence, as `tf.nn.bidirectional_dynamic_rnn`.
+    """Two LSTMs, the second backwards through each sequence, as `tf.nn.bidirectional_dynamic_rnn`.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):
@@ -228,7 +228,7 @@ def bidirectional_gru(
     cell_name: str = "gru_cell",
     **options: Any,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Two GRUs, one of which goes backwards through each sequence; as `bidirectional_lstm`.
+    """Two GRUs, the second backwards through each sequence; as `bidirectional_lstm`.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from estimator.core._batch import BatchGuard, rows_of
+from estimator.core._batch import BatchGuard, describe_nan, rows_of
 from estimator.core._bcoo import has_sparse
 from estimator.core._estimator_spec import loss_of
 from estimator.core._hook import Hook
@@ -28,9 +28,10 @@ from estimator.loop._synchronized_input import Uneven
 from estimator.metrics._merge import merge, merge_stacked, merges_by_sum
 from estimator.metrics._metric import Metric
 from estimator.multihost._global_arrays import gather_rows
-from estimator.multihost._preemption import SIGTERM, Preempted
+from estimator.multihost._preemption import SIGNALS, raise_stop
 from estimator.runtime._jax_settings import debugging
-from estimator.steps._compiled_steps import Carry, Program, carry_of, loop_over_all, state_of
+from estimator.runtime._program import Program
+from estimator.steps._step_loops import Carry, carry_of, loop_over_all, state_of
 from estimator.steps._transform import Model
 
 _PROGRAMS_FETCHED = 20  # at once: to fetch each costs as much as a small batch
@@ -93,7 +94,7 @@ class EvalSteps:
 def _step(
     model: Model, reports: bool, carry: Carry, key_data: jax.Array, features: Features, labels: Labels
 ) -> Outcome:
-    spec = model.eval_step(state_of(carry, key_data), features, labels)
+    spec = model.inner_read(ModeKeys.EVAL, state_of(carry, key_data), features, labels)
     return loss_of(spec), spec.eval_metric_ops, spec.reported if reports else {}
 
 
@@ -190,11 +191,13 @@ def evaluate_batches(
             context.count(1, rows)
             total.add(loss, metrics, [rows])
         _hook_calls.after(due, context, requests, loss, 1, reported)
-    if context.stop_reason == SIGTERM:
-        raise Preempted  # a part of the batches makes no result
+    if context.stop_reason in SIGNALS:
+        raise_stop(context.stop_reason)  # a part of the batches makes no result
     results = total.results(loss_over)
     if np.isnan(results["loss"]):
-        logging.warning("NaN loss in the evaluation at step %d. %s.", context.global_step, guard.about_nan())
+        found = describe_nan(*first)
+        advice = f"In the first batch, {found}" if found else guard.about_nan()
+        logging.warning("NaN loss in the evaluation at step %d. %s.", context.global_step, advice)
     return {**results, "global_step": context.global_step}
 
 

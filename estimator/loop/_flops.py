@@ -88,7 +88,7 @@ def _most_repeats(jaxpr: Jaxpr, platform: str) -> float:
 
 
 def _params_on(platform: str, params: dict[str, Any]) -> dict[str, Any]:
-    """The params of an equation; of `jax.lax.platform_dependent` with the branch of this platform alone."""
+    """The params of an equation; of `jax.lax.platform_dependent` with only the branch of this platform."""
     if not params.get("branches_platforms"):
         return params
     names = {"cuda", "rocm"} if platform == "gpu" else {platform}

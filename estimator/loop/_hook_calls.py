@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,9 @@ from absl import logging
 
 from estimator.core._hook import Hook, RunValues
 from estimator.core._record import Report
+from estimator.core._train_op import StepReport
 from estimator.core._typing import PyTree
 from estimator.loop._context import RunContext
-from estimator.multihost._preemption import Preempted
 
 
 @contextlib.contextmanager
@@ -26,15 +26,15 @@ def around(hooks: Sequence[Hook], context: RunContext) -> Iterator[None]:
         for hook in hooks:
             # Before its `begin`: a hook that fails in there gets its `end` too, and can undo what it has done.
             begun.append(hook)
-            hook.begin()
+            _call(hook, "begin")
         yield
     except BaseException as error:
         if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is not an error
             context.stop("closed")
         else:
-            from estimator.multihost._lost_process import LOST_PROCESS
+            from estimator.multihost._supervisor import SUPERVISOR
 
-            context.error = LOST_PROCESS.explain(error)
+            context.error = SUPERVISOR.explain(error)
             context.stop("error")
             if context.error is not error:
                 raise context.error from error
@@ -53,9 +53,9 @@ def _end(hooks: Sequence[Hook], context: RunContext) -> None:
     raised: BaseException | None = None
     for hook in hooks:
         try:
-            hook.end(context)
+            _call(hook, "end", context)
         except BaseException as error:
-            if isinstance(error, Preempted) and context.preempted:  # raised again when all have ended
+            if context.is_asked_by(error):  # raised again when all have ended
                 continue
             if context.error is None:
                 raised = context.error = error
@@ -100,7 +100,7 @@ def before(due: Sequence[Hook], context: RunContext) -> list[PyTree]:
     asking = [i for i, hook in enumerate(due) if getattr(hook.before_run, "__func__", None) is not Hook.before_run]
     for i in asking:
         with context.in_phase("hook"):
-            requests[i] = _unless_stopped(due[i].before_run, context)
+            requests[i] = _unless_preempted(due[i], "before_run", context)
         for name in _leaves(requests[i]):
             if not isinstance(name, str):
                 raise TypeError(
@@ -117,21 +117,21 @@ def after(
     losses: jax.Array | None,
     steps: int,
     reported: dict[str, Report],
-    scalars: dict[str, jax.Array] | None = None,
+    report: StepReport | None = None,
 ) -> None:
     """Passes to each hook its values of the last of some steps."""
     if not due:
         return
-    context.read_on()  # while the devices make the steps, for which hooks that read a value wait
     with context.in_phase("hook"):
         for hook, names in zip(due, requests, strict=True):
-            _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, scalars))
+            values = RunValues(losses, steps, reported, names, report, context.reported)
+            _unless_preempted(hook, "after_run", context, values)
         # A round of all processes, which have the same hooks due at the same steps (`next_chunk`).
         context.agree_to_stop()
 
 
 def requests_values(requests: Sequence[PyTree], context: RunContext) -> bool:
-    """Says whether any hook requests more than the loss; of several processes, a hook of the chief."""
+    """Returns whether any hook requests more than the loss; of several processes, a hook of the chief."""
     # A step that reports is another program, and all processes have to start the same one.
     return bool(requests) and context.agreed(
         lambda: any(name != "loss" for names in requests for name in _leaves(names))
@@ -145,18 +145,26 @@ def _leaves(names: PyTree) -> list[Any]:
 def create_state(hooks: Sequence[Hook], context: RunContext) -> None:
     """Calls `after_create_state` of all hooks."""
     for hook in hooks:
-        hook.after_create_state(context)
+        _call(hook, "after_create_state", context)
     if hooks:
         context.agree_to_stop()
 
 
-def _unless_stopped(call: Callable[..., Any], context: RunContext, *args: Any) -> Any:
-    """As in TensorFlow, a hook that lets a StopIteration out ends the run."""
+def _unless_preempted(hook: Hook, method: str, context: RunContext, *args: Any) -> Any:
     try:
-        return call(context, *args)
-    except StopIteration:
-        context.request_stop("StopIteration")
-    except Preempted:  # out of an evaluation in a hook; this run stops as well
-        if not context.preempted:
+        return _call(hook, method, context, *args)
+    except (SystemExit, KeyboardInterrupt) as error:  # out of an evaluation in a hook; this run stops as well
+        if not context.is_asked_by(error):
             raise
     return None
+
+
+def _call(hook: Hook, method: str, *args: Any) -> Any:
+    """A StopIteration, which would pass for the end of an input, becomes an error as any other."""
+    try:
+        return getattr(hook, method)(*args)
+    except StopIteration as error:
+        raise RuntimeError(
+            f"{hook!r}.{method} raised StopIteration, perhaps by `next` of an iterator that has ended. To end the run, "
+            "call `context.request_stop()`."
+        ) from error

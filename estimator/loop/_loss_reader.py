@@ -13,10 +13,11 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from estimator.core._hook import Hook
 from estimator.core._step_guard import StepWatch
 from estimator.hooks._nan import NanTensorHook
+from estimator.inputs._recent_batches import RecentBatches
 from estimator.loop._context import RunContext
-from estimator.loop._programs import Programs, StepOutputs
+from estimator.loop._programs import Pair, Programs, StepOutputs
 from estimator.loop._training_log import TrainingLog
-from estimator.steps._compiled_steps import Carry
+from estimator.steps._step_loops import Carry
 
 
 class NanLossDuringTrainingError(RuntimeError):
@@ -29,7 +30,7 @@ class LossReader:
 
     Args:
       programs: the programs that are run.
-      watch: looks at the steps that were not made; None: all are made.
+      watch: looks at the steps that were not made; None if all are made.
       hooks: say whether a NaN is an error.
       context: of the run.
       log: gets the losses.
@@ -56,19 +57,21 @@ class LossReader:
         self._log = log
         self._newest_checkpoint = newest_checkpoint
         self._waiting: list[tuple[StepOutputs, int]] = []  # the outputs of each program, and the number of its steps
+        self._batches = RecentBatches(context.global_step)
         self.step = context.global_step
         self.ended_by_nan = False
 
-    def add(self, outputs: StepOutputs, steps: int) -> None:
-        """Notes a program that was started; waits for the first one, to start the clock."""
-        self._waiting.append((outputs, steps))
+    def add(self, outputs: StepOutputs, pairs: Sequence[Pair]) -> None:
+        """Notes a program that was started, and its batches; waits for the first one, to start the clock."""
+        self._waiting.append((outputs, len(pairs)))
+        self._batches.add(pairs)
         if self._context.clock is None:
             with self._context.stopwatch.part("device"):
                 outputs.losses.block_until_ready()
             known = _concatenate(self._waiting)
             # Compiling is not part of the rates, which are measured from here.
             self._context.start_clock()
-            self._log.add_first(self._context.global_step, known.losses, known.scalars)
+            self._log.add_first(self._context.global_step, known.losses, known.report.scalars())
 
     def read(self, carry: Carry, but: int = 0) -> None:
         """Reads and logs the losses that wait, except for the last `but` programs.
@@ -80,27 +83,30 @@ class LossReader:
         if not programs:
             return
         with self._context.stopwatch.part("device"):
-            losses, scalars, skipped = _concatenate(programs)
+            losses, report = _concatenate(programs)
         self._waiting = self._waiting[len(programs) :]
         first, last = self.step + 1, self.step + len(losses)
         is_nan = np.isnan(losses)
         # Before the watchers are called: one that reads the state, or saves, has the rest of the losses read meanwhile.
         self.step = last
-        self._context.scalars = scalars
+        self._context.report = report
         if not is_nan.any():
-            self._log.add(last, losses, scalars)
+            self._log.add(last, losses, report.scalars())
         self._context.notify_loss_watchers(first, losses)
         # Before the error for a NaN loss: the guard's names the tower and the variable.
-        if self._watch and skipped is not None:
-            self._watch.look(carry, skipped)
+        if self._watch and report.skipped is not None:
+            self._watch.look(carry, report.skipped)
         if is_nan.any():
             self._end_by_nan(first + int(np.argmax(is_nan)))
-            self._log.add(last, losses, scalars)
+            self._log.add(last, losses, report.scalars())
+        self._batches.forget_until(last)
 
     def _end_by_nan(self, step: int) -> None:
-        advice = (
-            f"NaN loss during training, at step {step}. {self._newest_checkpoint()} "
-            f"{self._programs.guard.about_nan()}, lower the learning rate, or run with "
+        found = self._batches.describe_nan(step)
+        advice = f"NaN loss during training, at step {step}. {self._newest_checkpoint()} " + (
+            f"{found}. Leave such rows out in input_fn, or write `np.nan_to_num(x)`."
+            if found
+            else f"{self._programs.guard.about_nan()}, lower the learning rate, or run with "
             "jax.config.update('jax_debug_nans', True)."
         )
         if all(hook.fail_on_nan_loss for hook in self._hooks if isinstance(hook, NanTensorHook)):

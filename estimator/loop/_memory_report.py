@@ -11,6 +11,7 @@ from estimator.core._model_fn import ModelFn
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels
 from estimator.loop._programs import Programs
+from estimator.runtime._table import ShownAsTable, Table
 from estimator.steps._transform import transform
 
 
@@ -34,14 +35,13 @@ class MemoryUse(NamedTuple):
     peak: int
 
 
-class MemoryReport(dict[str, MemoryUse]):
+class MemoryReport(ShownAsTable, dict[str, MemoryUse]):
     """A `MemoryUse` for each model_fn, by name; printed, it is a table."""
 
-    def __str__(self) -> str:
-        width = max(map(len, self))
-        head = [" " * width, *(f"{field:>15}" for field in MemoryUse._fields)]
-        rows = [[f"{name:<{width}}", *(f"{count:>15,}" for count in use)] for name, use in self.items()]
-        return "\n".join(["bytes on each device in a training step", *("".join(row) for row in (head, *rows))])
+    def _table(self) -> Table:
+        rows = [(name, *(f"{count:,}" for count in use)) for name, use in self.items()]
+        alignment = "<" + ">" * len(MemoryUse._fields)
+        return Table([("", *MemoryUse._fields), *rows], alignment, above=("bytes on each device in a training step",))
 
 
 def memory_report(

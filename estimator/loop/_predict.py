@@ -11,6 +11,7 @@ from jax.tree_util import keystr, tree_flatten, tree_leaves_with_path, tree_unfl
 
 from estimator.core._batch import BatchGuard, rows_of
 from estimator.core._hook import Hook
+from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
@@ -18,7 +19,8 @@ from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._read_ahead import chunks_with_hooks
-from estimator.steps._compiled_steps import Carry, Program, carry_of, state_of
+from estimator.runtime._program import Program
+from estimator.steps._step_loops import Carry, carry_of, state_of
 from estimator.steps._transform import Model
 from estimator.variables._class_names import with_strings
 
@@ -34,7 +36,7 @@ class PredictSteps:
 def _step(
     model: Model, reports: bool, carry: Carry, key_data: jax.Array, features: Features
 ) -> tuple[PyTree, dict[str, Report]]:
-    spec = model.predict_step(state_of(carry, key_data), features)
+    spec = model.inner_read(ModeKeys.PREDICT, state_of(carry, key_data), features)
     return spec.predictions, spec.reported if reports else {}
 
 
@@ -60,7 +62,7 @@ def predict_batches(
         _hook_calls.after(due, context, requests, None, 1, reported)
         selected = with_strings(jax.device_get(select(predictions, keys)))
         context.phase = "output"
-        # While the caller holds the iterator, SIGTERM raises at once. One that came before the phase "output" has only
+        # While the caller holds the iterator, a signal raises at once. One that came before the phase "output" has only
         # set this flag.
         if context.preempted:
             return

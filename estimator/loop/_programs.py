@@ -17,11 +17,12 @@ from estimator.core._bcoo import alike
 from estimator.core._estimator_spec import EstimatorSpec, loss_of, report_of
 from estimator.core._record import Report
 from estimator.core._state import State
+from estimator.core._train_op import StepReport
 from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stack_of
 from estimator.loop._flops import count_flops, peak_flops, steps_that_fit
-from estimator.steps._compiled_steps import Carry, Program, abstract_argument, carry_of, loop_over_some, state_of
-from estimator.steps._deferred_merge import merge_deferred
+from estimator.runtime._program import Program, abstract_argument
+from estimator.steps._step_loops import Carry, carry_of, loop_over_some, state_of
 from estimator.steps._transform import Model
 
 Pair = tuple[PyTree, PyTree]  # features and labels
@@ -35,13 +36,11 @@ class StepOutputs(NamedTuple):
 
     Attributes:
       losses: of the model_fn.
-      scalars: what logs and summaries show beside the loss, by tag.
-      skipped: whether a gradient was not finite; None if nobody looks.
+      report: what the step says of itself.
     """
 
     losses: jax.Array
-    scalars: dict[str, jax.Array]
-    skipped: jax.Array | None
+    report: StepReport
 
 
 Outcome = tuple[Carry, StepOutputs, dict[str, Report]]
@@ -52,17 +51,20 @@ class ProgramCall(NamedTuple):
 
     Attributes:
       program: `(carry, key_data, *args) -> (carry, outputs, reported)`.
-      steps: the number of steps it makes.
       args: the batches.
-      batch: features and labels of the first step; of several processes, the rows of this one.
+      pairs: features and labels of each step; of several processes, the rows of this one.
       reporting: the program to run instead, to get what the model_fn reports.
     """
 
     program: Program
-    steps: int
     args: tuple[Any, ...]
-    batch: Pair
+    pairs: Sequence[Pair]
     reporting: Program | None = None
+
+    @property
+    def steps(self) -> int:
+        """The number of steps it makes."""
+        return len(self.pairs)
 
 
 class Programs:
@@ -98,8 +100,12 @@ class Programs:
         self._start: tuple[Carry, jax.Array] | None = None
 
         def compile_run(run: Callable[..., Outcome]) -> Program:
-            is_one = info.is_one_program
-            return Program(functools.partial(run, model), donate=is_one, jit=is_one)
+            run = functools.partial(run, model)
+            if not info.is_one_program:
+                return Program(run, jit=False)
+            # The state comes out as it goes in: its memory can be reused, and the next call needs no other program.
+            homes = info.shardings and jax.tree.map(lambda x: x.sharding, carry_of(info.placed_state))
+            return Program(run, donate=True, out_shardings=(homes, None, None))
 
         self._step, self._step_reporting = compile_run(step), compile_run(step_reporting)
         self._loop, self._loop_reporting = compile_run(loop), compile_run(loop_reporting)
@@ -146,7 +152,7 @@ class Programs:
             last = self._step_reporting if reports else None
             placed = map(self._from_processes, pairs)
             return [
-                ProgramCall(self._step, 1, args, pair, last if i == len(pairs) else None)
+                ProgramCall(self._step, args, [pair], last if i == len(pairs) else None)
                 for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
             ]
         room = 1 if alone else max(most, len(pairs))
@@ -158,7 +164,7 @@ class Programs:
         stacked = self._from_processes(stacked, stacked=True)
         # The number of steps is an argument, so that a chunk that is short runs the same program.
         args = np.int32(len(pairs)), *stacked
-        return [ProgramCall(self._loop, len(pairs), args, pairs[0], self._loop_reporting if reports else None)]
+        return [ProgramCall(self._loop, args, pairs, self._loop_reporting if reports else None)]
 
     def _from_processes(self, batch: PyTree, stacked: bool = False) -> PyTree:
         placement = self.info.placement
@@ -166,34 +172,59 @@ class Programs:
 
 
 def step(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
-    return merge_deferred(_deferred_step(model, False, key_data, carry, features, labels))
+    return _outcome(*model.inner_steps(functools.partial(_step, False), state_of(carry, key_data), features, labels))
 
 
 def step_reporting(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
-    return merge_deferred(_deferred_step(model, True, key_data, carry, features, labels))
+    return _outcome(*model.inner_steps(functools.partial(_step, True), state_of(carry, key_data), features, labels))
 
 
 def loop(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
     """A step with each of the first `steps` of the stacked batches."""
-    quiet = functools.partial(_deferred_step, model, False, key_data)
-    carry, outputs, _ = loop_over_some(quiet, carry, batches, 0, steps)
-    return carry, merge_deferred(outputs, stacked=True), {}
+    return _outcome(*model.inner_steps(_loop, state_of(carry, key_data), *batches, steps, stacked=True))
 
 
 def loop_reporting(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
-    quiet, reporting = (functools.partial(_deferred_step, model, reports, key_data) for reports in (False, True))
-    carry, outputs, _ = loop_over_some(quiet, carry, batches, 0, steps - 1)
-    carry, last, reported = loop_over_some(reporting, carry, batches, steps - 1, steps)
-    outputs = jax.tree.map(lambda x, y: x.at[steps - 1].set(y[steps - 1]), outputs, last)
-    return carry, merge_deferred(outputs, stacked=True), merge_deferred(reported)
+    return _outcome(*model.inner_steps(_loop_reporting, state_of(carry, key_data), *batches, steps, stacked=True))
 
 
-def _deferred_step(
-    model: Model, reports: bool, key_data: jax.Array, carry: Carry, features: Features, labels: Labels
-) -> Outcome:
-    """One step, whose outputs the towers have not merged yet: a loop merges them once, at its end."""
-    state, spec = model.inner_step(state_of(carry, key_data), features, labels)
-    return carry_of(state), _outputs_of(spec), spec.reported if reports else {}
+def _step(
+    reports: bool, step: Callable[..., Any], state: State, *batch: PyTree
+) -> tuple[State, tuple[EstimatorSpec, EstimatorSpec | None]]:
+    """One step; of its spec, what every step says, and what the model_fn reports."""
+    state, spec = step(state, *batch)
+    bare = spec.replace_unchecked(predictions=None, eval_metric_ops={}, export_outputs=None, reported={})
+    return state, (bare, bare.replace_unchecked(reported=spec.reported) if reports else None)
+
+
+def _loop(step: Callable[..., Any], state: State, features: PyTree, labels: PyTree, stop: jax.Array) -> Any:
+    return _steps_between(False, step, state, (features, labels), 0, stop)
+
+
+def _loop_reporting(step: Callable[..., Any], state: State, features: PyTree, labels: PyTree, stop: jax.Array) -> Any:
+    state, (specs, _) = _steps_between(False, step, state, (features, labels), 0, stop - 1)
+    state, (last, reporting) = _steps_between(True, step, state, (features, labels), stop - 1, stop)
+    specs = jax.tree.map(lambda x, y: x.at[stop - 1].set(y[stop - 1]), specs, last)
+    return state, (specs, reporting)
+
+
+def _steps_between(
+    reports: bool, step: Callable[..., Any], state: State, batches: Pair, start: jax.Array | int, stop: jax.Array
+) -> tuple[State, tuple[EstimatorSpec, EstimatorSpec | None]]:
+    """The specs of all steps, stacked, and what the last one reports."""
+
+    # The key stays out of the carry, and so out of what the loop copies from step to step.
+    def body(carry: Carry, *batch: PyTree) -> tuple[Carry, Any, Any]:
+        after, (bare, reporting) = _step(reports, step, State(*carry, state.key), *batch)
+        return carry_of(after), bare, reporting
+
+    carry, specs, reporting = loop_over_some(body, carry_of(state), batches, start, stop)
+    return State(*carry, state.key), (specs, reporting)
+
+
+def _outcome(state: State, specs: tuple[EstimatorSpec, EstimatorSpec | None]) -> Outcome:
+    spec, reporting = specs
+    return carry_of(state), _outputs_of(spec), {} if reporting is None else reporting.reported
 
 
 class InFlight:
@@ -219,7 +250,7 @@ def _outputs_of(spec: EstimatorSpec) -> StepOutputs:
     loss, report = loss_of(spec), report_of(spec)
     if report.skipped is not None:
         loss = jnp.where(report.skipped & jnp.isnan(loss), jnp.inf, loss)
-    return StepOutputs(loss, report.scalars(), report.skipped)
+    return StepOutputs(loss, report)
 
 
 def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-import sys
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ from estimator.inputs._input_fn import Batches
 from estimator.inputs._prefetch import BatchChunk, Prefetcher, pull_batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
-from estimator.loop._plan import Chunk, Plan
+from estimator.loop._plan import Bounds, Chunk, Plan
 from estimator.loop._synchronized_input import Stopped, SynchronizedInput, next_chunk
-from estimator.multihost._preemption import SIGTERM, Preempted, is_ended_at_once, preempt
-from estimator.runtime._interrupts import in_main_thread, raise_dropped_interrupt
+from estimator.multihost._preemption import SIGNALS, Preempted, ask_all, is_ended_at_once
+from estimator.runtime._progress_bar import is_interactive, progress_bar
+from estimator.runtime._uninterrupted import in_main_thread
 
 _CHUNKS_AHEAD = 2
 _TITLES = {ModeKeys.EVAL: "Evaluation", ModeKeys.PREDICT: "Prediction"}
@@ -30,48 +32,47 @@ def chunks_with_hooks(
 ) -> Iterator[tuple[list[tuple[PyTree, PyTree]], Sequence[Hook]]]:
     """Yields batches, and the hooks to call around the last of them. A thread reads them ahead.
 
-    A bar on stderr shows their number, if stderr is a terminal.
+    A bar shows their number, on a terminal or in a notebook.
 
     Args:
       batches: pairs of features and labels.
       hooks: in the order in which they are called; they have begun.
       context: kept up to date.
-      last_batch: the number of batches to take at most; None: all.
+      last_batch: the number of batches to take at most; all if None.
       most: the number of batches that come together at most; the first then waits for the last.
     """
-    import tqdm
-
     _hook_calls.create_state(hooks, context)
-    plan = Plan(hooks, 0, last_batch, lambda: most)
-    bar = tqdm.tqdm(  # not left behind within the bar of `train`
+    plan = Plan(hooks, 0, last_batch, lambda: Bounds(most))
+    bar = progress_bar(  # not left behind within the bar of `train`
         desc=_TITLES[context.mode], total=last_batch, unit="batch", leave=None, disable=not shows_bars(context)
     )
     with bar:
-        for ready, due in read_ahead(batches, plan, context, lambda pairs, chunk: pairs):
+        for ready, chunk in read_ahead(batches, plan, context, lambda pairs, chunk: pairs):
             bar.update(ready.size)
             context.phase = "step" if context.batches else "compile"
-            yield ready.batches, due
+            yield ready.batches, chunk.due
 
 
 def shows_bars(context: RunContext) -> bool:
-    """Says whether to show progress: on a terminal, by one process. A daemon may have no stderr."""
-    return context.verbose and sys.stderr is not None and sys.stderr.isatty() and jax.process_index() == 0
+    """Returns whether to show progress: to somebody who sees it, by one process."""
+    return context.verbose and is_interactive() and jax.process_index() == 0
 
 
 def read_ahead(
-    batches: Batches, plan: Plan, context: RunContext, make: Callable[[list[Any], Chunk], Any]
-) -> Iterator[tuple[BatchChunk, Sequence[Hook]]]:
-    """Yields the chunks of a plan, each with the hooks to call around the last of its steps.
+    batches: Batches, plan: Plan, context: RunContext, make: Callable[[list[Any], Chunk], Any], secs: float = math.inf
+) -> Iterator[tuple[BatchChunk, Chunk]]:
+    """Yields the batches of a plan's chunks. What comes of a chunk before its last step has no hooks due.
 
     A thread makes them ready, unless the input is quick and cannot block; in `predict`, whose caller waits for it
-    anyway, it may. Without a thread, `context.read_on` makes the next one ready. It ends with the plan or the input, or
-    where somebody wants the run to stop.
+    anyway, it may. It ends with the plan or the input, or where somebody wants the run to stop.
 
     Args:
       batches: the input.
       plan: says which batches make a chunk.
       context: its `phase` is kept up to date, and it is stopped with the reason why the run ends.
       make: function of the pairs of a chunk and of the `Chunk` that was planned; called where they are read.
+      secs: how long to read for a chunk, whose first steps then come by themselves. Only a single process does that: of
+        several, each would have read another part.
     """
     shared = SynchronizedInput(context) if context.group.count > 1 else None
     taken = 0  # chunks
@@ -84,25 +85,21 @@ def read_ahead(
 
     requested: collections.deque[Chunk] = collections.deque()
     to_make: collections.deque[Chunk] = collections.deque()  # the same, for the thread
-    # The last chunk is smaller than requested. The next `get` returns the reason, the end of the input or its error:
-    # steps are still made of the batches before an error.
-    is_short = False
-    pull = pull_batches if shared is None else shared.pull
+
+    def make_next(pairs: list[Any]) -> Any:
+        return make(pairs, _take(to_make, len(pairs)))
+
+    pull = functools.partial(pull_batches, secs=secs) if shared is None else shared.pull
     may_end = shared is None and context.mode == ModeKeys.PREDICT and is_ended_at_once()
     by_caller = may_end or (shared is None and batches.is_in_memory)
-    with Prefetcher(
-        batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull, by_caller
-    ) as prefetcher:
-        if batches.is_in_memory:
-            context.read_on = prefetcher.read_on
+    with Prefetcher(batches, make_next, pull, by_caller) as prefetcher:
         while not context.stop_requested:
-            raise_dropped_interrupt()
-            while not is_short and len(requested) < _CHUNKS_AHEAD and (chunk := next_chunk(plan, context.group)):
-                requested.append(chunk)
+            while len(requested) < _CHUNKS_AHEAD and (planned := next_chunk(plan, context.group)):
+                requested.append(planned)
                 # Before the request, at which the thread begins to read: it takes the chunk from here.
-                to_make.append(chunk)
-                prefetcher.request(chunk.steps)
-            if not requested and not is_short:
+                to_make.append(planned)
+                prefetcher.request(planned.steps)
+            if not requested:
                 context.stop("steps")
                 return
             context.phase = "input"
@@ -111,12 +108,12 @@ def read_ahead(
                 ready = prefetcher.get_unless(is_stopped)
             except Stopped as agreed:  # in all processes, here
                 # The signal may have come to another process: this one then ends with the same exit code.
-                if str(agreed) == SIGTERM:
-                    preempt()
+                if str(agreed) in SIGNALS:
+                    ask_all(str(agreed))
                 context.stop(str(agreed))
                 return
-            except Preempted:
-                if not context.preempted:
+            except (Preempted, KeyboardInterrupt) as error:
+                if not context.is_asked_by(error):
                     raise
                 return
             finally:
@@ -127,7 +124,13 @@ def read_ahead(
             if not ready.size:
                 context.stop("input")
                 return
-            chunk = requested.popleft()
-            is_short = ready.size < chunk.steps
-            # Hooks are due after the last step that was planned, which a short chunk does not reach.
-            yield ready, () if is_short else chunk.due
+            yield ready, _take(requested, ready.size)
+
+
+def _take(chunks: collections.deque[Chunk], steps: int) -> Chunk:
+    """Takes the first steps of the first chunk. Its hooks are due after the last of them."""
+    chunk = chunks.popleft()
+    if steps == chunk.steps:
+        return chunk
+    chunks.appendleft(chunk._replace(steps=chunk.steps - steps))
+    return chunk._replace(steps=steps, due=())

@@ -54,7 +54,7 @@ def warn_of_resuming(position: Any, config: RunConfig) -> bool:
     """Logs what a process does that resumes from a checkpoint within a run; returns whether it begins the input again.
 
     Args:
-      position: of the input; None: it has none.
+      position: of the input, or None if it has none.
       config: says how to take it up.
     """
     begins_again = position is None and config.resume_input == "position"

@@ -68,6 +68,15 @@ class Saver:
         """The number of batches of the input that this run and earlier ones have taken."""
         return self._skipped_batches + self._context.batches
 
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint, or, if there is none, the step at which the run began."""
+        return max(self.step, self._first_step)
+
+    @property
+    def unsaved_steps(self) -> int:
+        return self._context.global_step - self.newest_step
+
     def begin(self, last_step: int | None) -> None:
         """Says before the first step whether a kill would change the results, if the run is to save before its last."""
         every = self._config.save_checkpoints_steps
@@ -104,6 +113,7 @@ class Saver:
                 "input": {"batches": self.batches, "positions": list(positions)},
                 "hooks": _hook_calls.states(self._hooks),
                 "time": stopwatch.record(list(seconds)),
+                "towers": self._context.towers,
             }
             self._wait()  # one save at a time; the newest that is on disk is known then
             self._before = self.path, self.step
@@ -125,15 +135,15 @@ class Saver:
         try:
             try:
                 yield
-            except BaseException as error:
-                with contextlib.suppress(Exception):
-                    self._wait()
-                step, saved = self._context.global_step, max(self.step, self._first_step)
-                if step > saved and isinstance(error, Exception | SystemExit):
+            except BaseException:
+                if not self._context.ends_at_once:
+                    with contextlib.suppress(Exception):
+                        self._wait()
+                if self.unsaved_steps:
                     logging.warning(
                         "Training failed after step %d. What came after step %d is in no checkpoint, and is lost.",
-                        step,
-                        saved,
+                        self._context.global_step,
+                        self.newest_step,
                     )
                 raise
             with self._context.in_phase("checkpoint"):

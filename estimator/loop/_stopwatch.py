@@ -33,7 +33,7 @@ class Stopwatch:
         self._since = time.perf_counter()
 
     def switch(self, part: str | None) -> str | None:
-        """Counts for another part from now on; returns the one before. None: it stands still."""
+        """Counts for another part from now on; returns the one before. If None, it stands still."""
         before = self._part
         if part != before:
             now = time.perf_counter()
@@ -57,7 +57,7 @@ class Stopwatch:
             self._thread = outer
 
     def read(self) -> dict[str, float]:
-        """The seconds up to now. Another thread may read them, of which the last microseconds may then be missing."""
+        """The seconds up to now. For another thread the last microseconds may be missing."""
         part, since, seconds = self._part, self._since, dict(self._seconds)
         if part is not None:
             seconds[part] += time.perf_counter() - since

@@ -12,7 +12,7 @@ Each chunk has a round of its own in the channel "input" of the group:
                                     finish_gather <-------------------- start_gather: their offers
     get_unless <------------------- the batches that all have, or Stopped
 
-At SIGTERM, its own or another's, a main thread that waits for input publishes a stop as its value of the first round
+At a signal, its own or another's, a main thread that waits for input publishes a stop as its value of the first round
 that its input thread has not begun. The chunks of the rounds before are still run: others may have begun with them.
 """
 
@@ -30,7 +30,7 @@ from estimator.inputs._prefetch import pull_batches
 from estimator.loop._batch_shape import BatchShape, Pair, check_alike
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
-from estimator.multihost._preemption import SIGTERM
+from estimator.multihost._preemption import SIGNALS
 from estimator.multihost._process_group import ProcessGroup
 
 
@@ -55,7 +55,7 @@ def first_batch(group: ProcessGroup, batch: Pair | None, mode: ModeKeys) -> Pair
 
 
 class Uneven(NamedTuple):
-    """A batch of which the processes have different numbers of rows.
+    """A batch with different numbers of rows in the processes.
 
     Attributes:
       pair: features and labels of this process, maybe without a row.
@@ -121,6 +121,7 @@ class SynchronizedInput:
         self._channel = context.group.channel("input")
         self._lock = threading.Lock()
         self._stop_at: int | None = None  # the round that the main thread has answered
+        self._stop_reason = ""  # why it has
         self._reading = 0.0  # seconds, without the wait for other processes
 
     def pull(self, pairs: Iterator[Pair], n: int, closed: threading.Event) -> Pulled:
@@ -141,15 +142,15 @@ class SynchronizedInput:
         with self._lock:
             # The main thread has published a stop for this round: an offer now would be one for the next round.
             if self._stop_at is not None or closed.is_set():
-                return [], Stopped(SIGTERM)
+                return [], Stopped(self._stop_reason)
             offer = _Offer(shapes, ended, failure, self._context.local_stop_reason, own_seconds)
             number = self._channel.start_gather(offer)
-        # Without the lock, which the main thread needs to answer a SIGTERM while this waits for other processes.
+        # Without the lock, which the main thread needs to answer a signal while this waits for other processes.
         gathered = self._channel.finish_gather(number, closed)
         offers = [_Offer([BatchShape(*shape) for shape in shapes], *rest) for shapes, *rest in gathered]
         self._context.own_seconds = [offer.own_seconds for offer in offers]
         if reasons := [offer.stop_reason for offer in offers if offer.stop_reason]:
-            return [], Stopped(SIGTERM if SIGTERM in reasons else reasons[0])
+            return [], Stopped(next((name for name in SIGNALS if name in reasons), reasons[0]))
         # An error counts once all have come to it: not where the inputs of others end before.
         count = self._count(offers)
         failed = {i: offer.failure for i, offer in enumerate(offers) if offer.failure and len(offer.batches) == count}
@@ -164,7 +165,7 @@ class SynchronizedInput:
         return ready, error if failed else end
 
     def raise_if_stopped(self, taken: int) -> None:
-        """Stops all processes if SIGTERM came to one; called in the main thread while it waits for input.
+        """Stops all processes if a signal came to one; called in the main thread while it waits for input.
 
         Chunks that were agreed on before are still run: other processes may have begun with them.
 
@@ -175,15 +176,17 @@ class SynchronizedInput:
           Stopped: all stop here.
         """
         if self._stop_at is None:
-            if not self._context.preempted and not self._channel.is_flagged():
+            reason = self._context.signal or self._channel.read_flag()
+            if reason is None:
                 return
             # The main threads of the others see the flag even where their inputs block, and publish a stop as well.
-            self._channel.flag()
+            self._channel.flag(reason)
             with self._lock:
-                self._stop_at = self._channel.start_gather(_Offer([], stop_reason=SIGTERM))
+                self._stop_reason = reason
+                self._stop_at = self._channel.start_gather(_Offer([], stop_reason=reason))
         if taken >= self._stop_at:
             self._channel.finish_gather(self._stop_at)
-            raise Stopped(SIGTERM)
+            raise Stopped(self._stop_reason)
 
     def _count(self, offers: list[_Offer]) -> int:
         """The number of batches of a chunk that there are for all."""

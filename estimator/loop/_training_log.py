@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
 
+from estimator.core._run_config import is_default
 from estimator.hooks._rates import RateMeter
 from estimator.loop._context import RunContext
+from estimator.runtime._progress_bar import progress_bar
+
+# From the first line to the second; from each to the next are twice as many as before it, but no more than eight. The
+# loop looks at losses about once a second, and is a second or two behind: so there is a line in ten seconds.
+_FIRST_SECONDS, _MOST_SECONDS = 1.0, 8.0
+_DIVERGED = 1e6  # a final loss is this many times the first one
 
 
 class TrainingLog:
-    """Log lines every few steps, and, within `with`, a progress bar on stderr.
+    """Log lines every few steps or seconds, and, within `with`, a progress bar on stderr.
 
     Args:
-      every: the number of steps from line to line; None: without lines.
+      every: the number of steps from line to line; if None, there are no lines. Where nobody has given it
+        (`is_default`), lines come by time: the first ones soon, then one in about ten seconds.
       context: of the run, at its start.
-      last_step: where it ends; None: with its input.
+      last_step: where it ends; if None, with its input.
       shows_bar: whether there is a bar.
 
     Attributes:
@@ -28,17 +38,23 @@ class TrainingLog:
 
     def __init__(self, every: int | None, context: RunContext, last_step: int | None, shows_bar: bool) -> None:
         self.last_loss: float | None = None
+        self._first_loss = 0.0
         self._every = every
+        self._by_time = is_default(every)
+        self._seconds = _FIRST_SECONDS  # to the next line by time
+        self._logged_at = -math.inf
         self._context = context
         self._meter = RateMeter()
         self._own_seconds: list[tuple[float, float]] = []  # of the processes, at the last line
         self._logged_step = context.global_step
         self._last_step = last_step
         self._shows_bar = shows_bar
-        self._bar: Any = _bar(disable=True)
+        self._bar: Any = progress_bar(disable=True)
 
     def __enter__(self) -> TrainingLog:
-        self._bar = _bar(total=self._last_step, initial=self._logged_step, unit="step", disable=not self._shows_bar)
+        # `miniters`, since tqdm's own choice is not to look at the clock in as many steps as were quick before.
+        options = {"initial": self._logged_step, "unit": "step", "miniters": 1, "disable": not self._shows_bar}
+        self._bar = progress_bar(total=self._last_step, **options)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -49,21 +65,46 @@ class TrainingLog:
 
     def add_first(self, step: int, losses: np.ndarray, scalars: dict[str, np.ndarray]) -> None:
         """Logs the first step of the first program, which led to `step`."""
+        self._first_loss = losses[0]
         if (self._every or 1) > 1:  # else the first step is logged with the others, or not at all
             first = step - len(losses) + 1
             self._write([first], first, losses, scalars)
+            if self._by_time:
+                self._logged_step = first
 
     def add(self, step: int, losses: np.ndarray, scalars: dict[str, np.ndarray]) -> None:
         """Logs the steps that are due among those that led to `step`, whose losses and other values these are."""
         self.last_loss = losses[-1]
-        if not self._every or step - self._logged_step < self._every:
+        if self._shows_bar:
+            self._bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
+        if not self._is_due(step):
             return
         rates = self._meter.read(self._context, step)
         own, self._own_seconds = self._own_seconds, self._context.own_seconds
         speed = f" ({_describe(rates)}{_describe_slowest(own, self._own_seconds)})" if rates else ""
-        due = range(self._logged_step + self._every, step + 1, self._every)  # some may lie within a program of several
+        every = step - self._logged_step if self._by_time else self._every
+        assert every
+        due = range(self._logged_step + every, step + 1, every)  # some may lie within a program of several
         self._write(due, step - len(losses) + 1, losses, scalars, speed)
         self._logged_step = due[-1]
+
+    def say_final_loss(self) -> None:
+        logging.info("Loss for final step: %.6g.", self.last_loss)
+        if not abs(self.last_loss or 0) <= _DIVERGED * max(1, abs(self._first_loss)):
+            logging.warning(
+                "The loss was %.6g at the first step of this run, and %.6g at the last: training has diverged. Lower "
+                "the learning rate, or clip the gradients by `est.clip_by_global_norm(1.0)`.",
+                self._first_loss,
+                self.last_loss,
+            )
+
+    def _is_due(self, step: int) -> bool:
+        if not self._by_time:
+            return self._every is not None and step - self._logged_step >= self._every
+        if step == self._logged_step or time.monotonic() < self._logged_at + self._seconds:
+            return False
+        self._seconds = min(2 * self._seconds, _MOST_SECONDS)
+        return True
 
     def _write(
         self, due: Iterable[int], first: int, losses: np.ndarray, scalars: dict[str, np.ndarray], speed: str = ""
@@ -72,7 +113,7 @@ class TrainingLog:
             for step in due:
                 shown = "".join(f", {tag} = {of_steps[step - first]:.6g}" for tag, of_steps in scalars.items())
                 logging.info("loss = %.6g, step = %d%s%s", losses[step - first], step, shown, speed)
-        self._bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
+        self._logged_at = time.monotonic()
 
 
 def _describe(rates: Mapping[str, float]) -> str:
@@ -97,9 +138,3 @@ def _describe_slowest(before: Sequence[tuple[float, float]], now: Sequence[tuple
     reading, host = (own - median for own, median in zip(spent[slowest], medians, strict=True))
     where = "reading its input" if reading > host else "on its host"
     return f", process {slowest} slowest: {longer:.2g} s longer {where}"
-
-
-def _bar(**options: Any) -> Any:
-    import tqdm
-
-    return tqdm.tqdm(**options)

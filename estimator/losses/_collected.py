@@ -9,22 +9,28 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from estimator.core._frame import check_is_known_outside, current_frame, innermost_frame, transformations_within
+from estimator.core._argument_checks import widen
+from estimator.core._frame import Frame, check_is_known_outside, current_frame, innermost_frame, transformations_within
 from estimator.variables._variables import Regularizers, read
 
 
-class _Losses(list[tuple[str, jax.Array]]):
-    """The losses of one run, each after the scope that it was computed in."""
+class _Losses(list[tuple[str, jax.Array, str | None]]):
+    """The losses of one run, each between the scope that it was computed in and its reduction, if it is known."""
 
 
-def collect_loss(loss: jax.Array) -> jax.Array:
+def collect_loss(loss: jax.Array, reduction: str) -> jax.Array:
     """Adds a loss to the current run's, if the model_fn itself knows it, and returns it."""
     frame = innermost_frame()
     # In a function that jax traces by itself, such as the body of a `scan`, the loss is a tracer that must not leave
     # it.
     if frame is not None and transformations_within(frame) is None:
-        frame.notes.get(_Losses).append(("/".join(frame.scope), loss))
+        frame.notes.get(_Losses).append(("/".join(frame.scope), loss, reduction))
     return loss
+
+
+def reductions(frame: Frame) -> list[tuple[jax.Array, str]]:
+    """The losses that `est.losses` has computed in a run, with their reductions."""
+    return [(loss, reduction) for _, loss, reduction in frame.notes.get(_Losses) if reduction is not None]
 
 
 def add_loss(loss: ArrayLike) -> None:
@@ -43,7 +49,7 @@ def add_loss(loss: ArrayLike) -> None:
         "`est.losses.add_loss`", frame, "outside of which the loss is not known. Return it, and add it outside"
     )
     try:
-        value = jnp.asarray(loss)
+        value = widen(jnp.asarray(loss))
     except (TypeError, ValueError) as error:
         raise TypeError(f"`est.losses.add_loss` needs a loss, a scalar; got {loss!r}.") from error
     if value.ndim:
@@ -51,7 +57,7 @@ def add_loss(loss: ArrayLike) -> None:
             f"`est.losses.add_loss` needs a scalar; got an array of shape {value.shape}. Reduce it, by "
             "`est.losses.compute_weighted_loss`, which adds it too."
         )
-    frame.notes.get(_Losses).append(("/".join(frame.scope), value))
+    frame.notes.get(_Losses).append(("/".join(frame.scope), value, None))
 
 
 def get_losses(scope: str | None = None) -> list[jax.Array]:
@@ -60,10 +66,10 @@ def get_losses(scope: str | None = None) -> list[jax.Array]:
     A loss with `Reduction.NONE`, and one that was computed in a function that jax traces apart, is not among them.
 
     Args:
-      scope: a regular expression that the beginning of the variable scope around the loss matches. None: all.
+      scope: a regular expression that the beginning of the variable scope around the loss matches. All if None.
     """
     losses = current_frame("est.losses.get_losses").notes.get(_Losses)
-    return [loss for where, loss in losses if _matches("get_losses", scope, where)]
+    return [loss for where, loss, _ in losses if _matches("get_losses", scope, where)]
 
 
 def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
@@ -72,7 +78,7 @@ def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
     Over towers it adds up right: with losses that are summed, rather than averaged, each tower has its share of it.
 
     Args:
-      scope: a regular expression that the beginning of the variable's full name matches. None: all variables.
+      scope: a regular expression that the beginning of the variable's full name matches. All variables if None.
     """
     frame = current_frame("est.losses.get_regularization_losses")
     losses = []
@@ -88,7 +94,8 @@ def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
                 )
             # Where losses are summed over towers, each tower adds its share: otherwise a regularizer would count once
             # per tower.
-            losses.append(jnp.asarray(loss) if frame.replica.share == 1 else loss * frame.replica.share)
+            loss = widen(jnp.asarray(loss))
+            losses.append(loss if frame.replica.share == 1 else loss * frame.replica.share)
     return losses
 
 

@@ -7,6 +7,7 @@ so that the sum of the scaled tower losses is the mean over all rows.
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,30 @@ from estimator.core._argument_checks import (
     check_order,
     check_same_shape,
     check_weights,
+    hide_absent,
     squeeze_last,
+    widen,
+    widen_int,
 )
 from estimator.core._frame import average_denominator
 from estimator.losses._collected import collect_loss
-from estimator.variables._policy import cast_to_full
+from estimator.porting._missing_names import missing_attribute
 
 
-class Reduction(enum.StrEnum):
+class _WithNames(enum.EnumType):
+    """An enum whose errors say what there is instead of TensorFlow's names."""
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(cls, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            if name in cls.__members__:  # where Python 3.11 finds them
+                return cls.__members__[name]
+            raise missing_attribute(cls.NONE, cls.__name__, name)
+
+
+class Reduction(enum.StrEnum, metaclass=_WithNames):
     """The reductions of the weighted losses of a batch; the values are TensorFlow's.
 
     >>> compute_weighted_loss(jnp.array([1.0, 5.0]), reduction=Reduction.SUM).item()
@@ -70,22 +87,23 @@ def compute_weighted_loss(
     >>> compute_weighted_loss(losses, weights=jnp.array([2.0, 1.0, 0.0])).item()  # 4 / 2
     2.0
 
-    A mean over nothing (weights that are all zero, no elements) is 0, as in TensorFlow.
+    A mean over nothing (weights that are all zero, no elements) is 0, as in TensorFlow. An element of weight 0 counts
+    as absent, here and in all other losses: its labels and predictions may be out of range, NaN or infinite without an
+    effect on the loss and on gradients.
 
     Args:
-      losses: shape `[d0, ..., dn]`. Sums are taken in float32 at least.
+      losses: shape `[d0, ..., dn]`.
       weights: a number, or an array of as many dimensions as `losses`, each 1 or equal.
       reduction: a `Reduction` or its value.
       scope, name: of TensorFlow's op; without effect here.
 
     Returns:
-      A scalar, or for NONE the shape of `losses`; of the dtype of `losses` (integers, and half precision under an
-      `est.Policy`: float32).
+      A scalar, or for NONE the shape of `losses`; in float32, or in float64 if the losses are.
 
     Raises:
       ValueError: if the reduction is unknown or the shape of `weights` does not fit.
     """
-    return _reduce("compute_weighted_loss", cast_to_full(as_float(losses)), weights, reduction)
+    return _reduce("compute_weighted_loss", widen(as_float(losses)), weights, reduction)
 
 
 def absolute_difference(
@@ -102,14 +120,14 @@ def absolute_difference(
     2.0
 
     Args:
-      labels: shape of `predictions`; cast to their dtype.
+      labels: shape of `predictions`; cast to their dtype. Losses are computed in float32 at least.
       predictions: any shape.
       weights, reduction, scope, name: as in `compute_weighted_loss`.
 
     Raises:
       ValueError: if shapes differ, or as `compute_weighted_loss` does.
     """
-    labels, predictions = _pair("absolute_difference", labels, predictions)
+    labels, predictions = _pair("absolute_difference", labels, predictions, weights)
     losses = jnp.abs(predictions - labels)
     return _reduce("absolute_difference", losses, weights, reduction)
 
@@ -129,7 +147,7 @@ def mean_squared_error(
 
     Args and errors are as in `absolute_difference`.
     """
-    labels, predictions = _pair("mean_squared_error", labels, predictions)
+    labels, predictions = _pair("mean_squared_error", labels, predictions, weights)
     losses = optax.losses.squared_error(predictions, labels)
     return _reduce("mean_squared_error", losses, weights, reduction)
 
@@ -153,7 +171,7 @@ def huber_loss(
       labels, predictions, weights, reduction, scope, name: as in `absolute_difference`, also for errors.
       delta: the absolute error above which the loss grows linearly.
     """
-    labels, predictions = _pair("huber_loss", labels, predictions)
+    labels, predictions = _pair("huber_loss", labels, predictions, weights)
     losses = optax.losses.huber_loss(predictions, labels, delta=delta)
     return _reduce("huber_loss", losses, weights, reduction)
 
@@ -180,7 +198,7 @@ def hinge_loss(
       ValueError: if shapes differ, or as `compute_weighted_loss` does.
       TypeError: if labels and logits have changed places: labels are floats and logits integers.
     """
-    labels, logits = _pair("hinge_loss", labels, logits, "logits")
+    labels, logits = _pair("hinge_loss", labels, logits, weights, "logits")
     losses = optax.losses.hinge_loss(logits, 2 * labels - 1)
     return _reduce("hinge_loss", losses, weights, reduction)
 
@@ -206,7 +224,9 @@ def log_loss(
       weights, reduction, scope, name: as in `compute_weighted_loss`, also for errors.
       epsilon: added within the logarithms.
     """
-    labels, predictions = _pair("log_loss", labels, predictions)
+    labels, predictions = _pair("log_loss", labels, predictions, weights)
+    known = (predictions + epsilon > 0) & (1 - predictions + epsilon > 0)
+    predictions = hide_absent(weights, predictions, known, by=0.5)
     positive = labels * jnp.log(predictions + epsilon)
     negative = (1 - labels) * jnp.log(1 - predictions + epsilon)
     return _reduce("log_loss", -positive - negative, weights, reduction)
@@ -235,7 +255,7 @@ def sigmoid_cross_entropy(
 
     Errors are as in `hinge_loss`.
     """
-    labels, logits = _pair("sigmoid_cross_entropy", labels, logits, "logits")
+    labels, logits = _pair("sigmoid_cross_entropy", labels, logits, weights, "logits")
     labels = labels * (1 - label_smoothing) + 0.5 * label_smoothing
     losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
     return _reduce("sigmoid_cross_entropy", losses, weights, reduction)
@@ -265,7 +285,7 @@ def softmax_cross_entropy(
 
     Errors are as in `hinge_loss`.
     """
-    labels, logits = _pair("softmax_cross_entropy", onehot_labels, logits, "logits")
+    labels, logits = _pair("softmax_cross_entropy", onehot_labels, logits, weights, "logits", of_rows=True)
     # As in TensorFlow, no gradient flows into labels, not even into the soft ones of another model.
     labels = optax.losses.smooth_labels(jax.lax.stop_gradient(labels), label_smoothing)
     losses = optax.losses.softmax_cross_entropy(logits, labels)
@@ -287,7 +307,7 @@ def sparse_softmax_cross_entropy(
 
     Args:
       labels: integers in `[0, classes)`, shape `[...]` or, as TensorFlow allows, `[..., 1]`.
-        The loss of a label out of range is NaN.
+        The loss of a label out of range is NaN, unless its weight is 0.
       logits: shape `[..., classes]`.
       weights, reduction, scope, name: as in `compute_weighted_loss`, where losses have shape `[...]`; weights
         of shape `[..., 1]` are squeezed.
@@ -299,7 +319,7 @@ def sparse_softmax_cross_entropy(
     caller = "sparse_softmax_cross_entropy"
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     check_order(caller, labels, logits)
-    logits = cast_to_full(as_float(logits))
+    logits = widen(as_float(logits))
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"`{caller}` takes integer labels, one class per row; got {labels.dtype}. Write "
@@ -314,48 +334,68 @@ def sparse_softmax_cross_entropy(
         )
     # Indexing wraps negative labels around to the last classes; labels that are too large give NaN.
     num_classes = logits.shape[-1]
-    labels = jnp.where(labels < 0, num_classes, labels.astype(jnp.int32))
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    labels = widen_int(labels)
+    labels = jnp.where(labels < 0, num_classes, labels)
     # TensorFlow takes weights `[batch, 1]` for losses `[batch]`; not squeezed, they would broadcast to a matrix.
     if not isinstance(weights, int | float):
-        weights = squeeze_last(jnp.asarray(weights), losses.ndim)
+        weights = squeeze_last(jnp.asarray(weights), labels.ndim)
+    logits = _hide_absent_rows(caller, weights, logits)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
     return _reduce(caller, losses, weights, reduction)
 
 
 def _pair(
-    caller: str, labels: ArrayLike, predictions: ArrayLike, what: str = "predictions"
+    caller: str,
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weights: ArrayLike,
+    what: str = "predictions",
+    of_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Both as arrays of one shape and of the predictions' floating dtype."""
+    """Both as arrays of one shape and of the predictions' floating dtype, finite where the weight is 0.
+
+    There is a weight for each element, or, with `of_rows`, for all elements along the last dimension.
+    """
     labels, predictions = as_real(labels), as_real(predictions)
     # With logits the dtypes show whether both were swapped: labels may be integers, logits must not.
     if what == "logits":
         check_order(caller, labels, predictions)
-    predictions = cast_to_full(as_float(predictions))
+    predictions = widen(as_float(predictions))
     check_same_shape(caller, labels, predictions, what)
-    return labels.astype(predictions.dtype), predictions
+    labels = labels.astype(predictions.dtype)
+    if of_rows:
+        return _hide_absent_rows(caller, weights, labels), _hide_absent_rows(caller, weights, predictions)
+    check_weights(caller, as_real(weights), predictions.shape)
+    return hide_absent(weights, labels), hide_absent(weights, predictions)
+
+
+def _hide_absent_rows(caller: str, weights: ArrayLike, x: jax.Array) -> jax.Array:
+    """`hide_absent` of values whose last dimension the weights lack."""
+    if isinstance(weights, int | float):
+        return hide_absent(weights, x)
+    weights = as_real(weights)
+    check_weights(caller, weights, x.shape[:-1])
+    return hide_absent(weights[..., None] if weights.ndim else weights, x)
 
 
 def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduction | str) -> jax.Array:
-    """`compute_weighted_loss` for floating losses; `caller` is named in errors."""
+    """`compute_weighted_loss` for losses in float32 at least; `caller` is named in errors."""
     reduction = Reduction(reduction)
-    # In bfloat16 a sum of ones would stay at 256.
-    dtype = losses.dtype if jnp.finfo(losses.dtype).bits >= 32 else jnp.float32
-    weight = as_real(weights).astype(dtype)
+    weight = as_real(weights).astype(losses.dtype)
     check_weights(caller, weight, losses.shape)
-    weighted = losses.astype(dtype) * weight
+    weighted = hide_absent(weights, losses) * weight
     if reduction == Reduction.NONE:
-        return weighted.astype(losses.dtype)
+        return weighted
     total = jnp.sum(weighted)
     if reduction == Reduction.SUM:
-        return collect_loss(total.astype(losses.dtype))
+        return collect_loss(total, reduction)
     denominator = _denominator(reduction, jnp.broadcast_to(weight, losses.shape))
     if not isinstance(weights, int | float):
         # With a plain number the denominators are proportional to the rows: equal on all towers.
         denominator = average_denominator(denominator)
     # As in TensorFlow, a mean over nothing is 0; with two `where`s its gradient is 0 too, and not NaN.
     empty = denominator == 0
-    mean = jnp.where(empty, 0, total / jnp.where(empty, 1, denominator))
-    return collect_loss(mean.astype(losses.dtype))
+    return collect_loss(jnp.where(empty, 0, total / jnp.where(empty, 1, denominator)), reduction)
 
 
 def _denominator(reduction: Reduction, weights: jax.Array) -> jax.Array:

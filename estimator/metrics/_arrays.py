@@ -1,4 +1,4 @@
-"""Shapes, dtypes and division for all metrics."""
+"""Shapes, dtypes, sums and division for all metrics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import as_real, check_same_shape, check_weights, squeeze_last
-from estimator.variables._policy import cast_to_full
+from estimator.core._argument_checks import as_real, check_same_shape, check_weights, squeeze_last, widen, widen_int
+
+_MOST_SUMS = 2**16  # these fit into the cache of a processor
 
 
 def namespace(*states: Any) -> Any:
@@ -33,7 +34,7 @@ def arrange(
 
     As in TensorFlow, a last dimension of 1 that only one of labels and predictions has is dropped.
     """
-    labels, predictions = cast_to_full(as_real(labels)), cast_to_full(as_real(predictions))
+    labels, predictions = widen(as_real(labels)), widen(as_real(predictions))
     labels = squeeze_last(labels, predictions.ndim)
     predictions = squeeze_last(predictions, labels.ndim)
     check_same_shape(caller, labels, predictions)
@@ -52,3 +53,32 @@ def spread(caller: str, weights: ArrayLike | None, shape: tuple[int, ...], what:
         weights = weights[..., None] if weights.ndim == len(shape) - 1 else weights
     check_weights(caller, weights, shape, what)
     return jnp.broadcast_to(weights, shape)
+
+
+def agree(labels: jax.Array, predictions: jax.Array) -> jax.Array:
+    """A bool for each prediction: it is its label, after it was cast to the dtype of the labels, as in TensorFlow.
+
+    One that does not fit into this dtype, such as NaN or 256 among bytes, is wrong.
+    """
+    cast = predictions.astype(labels.dtype)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        return cast == labels
+    whole = jnp.trunc(predictions) if jnp.issubdtype(predictions.dtype, jnp.floating) else predictions
+    return (cast == labels) & (cast.astype(predictions.dtype) == whole)
+
+
+def known_classes(x: jax.Array, num_classes: int) -> tuple[jax.Array, jax.Array]:
+    """The classes in int32, and a bool for each: it is in `[0, num_classes)`. The others, NaN too, have the class 0."""
+    x = jnp.trunc(x) if jnp.issubdtype(x.dtype, jnp.floating) else widen_int(x)
+    known = (x >= 0) & (x < num_classes)
+    return jnp.where(known, x, 0).astype(jnp.int32), known
+
+
+def sum_by(group: jax.Array, weights: jax.Array, num_groups: int) -> jax.Array:
+    """The sum of the weights of each group, in one pass: a one-hot matrix would have rows times groups numbers."""
+    group, weights = group.ravel(), weights.ravel()
+    # Several sums for each group, of interleaved rows: one alone would lose digits, from 2^24 rows on all of them.
+    parts = max(1, _MOST_SUMS // max(1, num_groups))
+    part = jnp.arange(group.size, dtype=group.dtype) % parts
+    sums = jax.ops.segment_sum(weights, group * parts + part, num_groups * parts)
+    return sums.reshape(num_groups, parts).sum(1)

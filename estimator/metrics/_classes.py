@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import check_order
-from estimator.metrics._arrays import arrange, divide, spread
+from estimator.core._argument_checks import check_order, unsign_zeros
+from estimator.metrics._arrays import agree, arrange, divide, known_classes, spread, sum_by
 from estimator.metrics._means import Mean, weighted_mean
 from estimator.metrics._metric import Metric
 
@@ -18,8 +18,12 @@ class MeanOverClasses(Mean):
     """The plain mean, over classes, of a weighted mean for each; a class without rows counts as 0.
 
     Attributes:
-      total, count: as in `Mean`, shape `[classes]`.
+      total, count: as in `Mean`, shape `[classes]`. Their quotients are the metric's second part, `metric[1]`, as in
+        TensorFlow.
     """
+
+    def _parts(self) -> tuple[Any, Any]:
+        return self.result(), super().result()
 
     def result(self) -> Any:
         return super().result().mean()
@@ -29,14 +33,20 @@ class MeanIoU(Metric):
     """The mean, over the classes that occur, of intersection over union.
 
     Attributes:
-      confusion: sums of weights by label (rows) and prediction (columns), `[classes, classes]`.
+      confusion: sums of weights by label (rows) and prediction (columns), `[classes, classes]`; the metric's second
+        part, `metric[1]`, as in TensorFlow.
+      misses: sums of weights by label where the prediction is none of the classes, `[classes]`.
     """
 
     confusion: jax.Array
+    misses: jax.Array
+
+    def _parts(self) -> tuple[Any, Any]:
+        return self.result(), self.confusion
 
     def result(self) -> Any:
         hits = self.confusion.diagonal()
-        union = self.confusion.sum(axis=0) + self.confusion.sum(axis=1) - hits
+        union = self.confusion.sum(axis=0) + self.confusion.sum(axis=1) + self.misses - hits
         return divide(divide(hits, union).sum(), (union != 0).sum().astype(union.dtype))
 
 
@@ -54,7 +64,7 @@ def mean_iou(
 
     Args:
       labels, predictions: integers in `[0, num_classes)`, equal shapes, but for a last 1 that only
-        one has. A row with a class out of range is left out.
+        one has. A row with a label out of range is left out; another prediction out of range is wrong.
       num_classes: number of classes.
       weights, name: as in `mean`.
 
@@ -62,13 +72,12 @@ def mean_iou(
       ValueError: if shapes do not fit.
     """
     labels, predictions, weights = arrange("mean_iou", labels, predictions, weights)
-    labels, predictions = labels.astype(jnp.int32), predictions.astype(jnp.int32)
-    # A class out of range is not counted: in the flat matrix its cell would belong to other classes.
-    known = (labels >= 0) & (labels < num_classes)
-    known &= (predictions >= 0) & (predictions < num_classes)
-    cell = jnp.where(known, labels * num_classes + predictions, 0)
-    sums = _sum_by(cell, jnp.where(known, weights, 0), num_classes**2)
-    return MeanIoU(sums.reshape(num_classes, num_classes))
+    labels, labelled = known_classes(labels, num_classes)
+    predictions, predicted = known_classes(predictions, num_classes)
+    weights = jnp.where(labelled, weights, 0)
+    sums = sum_by(labels * num_classes + predictions, jnp.where(predicted, weights, 0), num_classes**2)
+    misses = sum_by(labels, jnp.where(predicted, 0, weights), num_classes)
+    return MeanIoU(sums.reshape(num_classes, num_classes), misses)
 
 
 def mean_per_class_accuracy(
@@ -98,13 +107,11 @@ def mean_per_class_accuracy(
     caller = "mean_per_class_accuracy"
     labels, predictions, weights = arrange(caller, labels, predictions, weights)
     # Compared in the dtype of the labels, as in `accuracy`, before they are cast to classes.
-    hits = predictions.astype(labels.dtype) == labels
-    labels = labels.astype(jnp.int32)
-    known = (labels >= 0) & (labels < num_classes)
-    labels, weights = jnp.where(known, labels, 0), jnp.where(known, weights, 0)
+    hits = agree(labels, predictions)
+    labels, known = known_classes(labels, num_classes)
+    weights = jnp.where(known, weights, 0)
     return MeanOverClasses(
-        total=_sum_by(labels, jnp.where(hits, weights, 0), num_classes),
-        count=_sum_by(labels, weights, num_classes),
+        total=sum_by(labels, jnp.where(hits, weights, 0), num_classes), count=sum_by(labels, weights, num_classes)
     )
 
 
@@ -127,7 +134,7 @@ def recall_at_k(
         is repeated in a row counts once. A label out of range is never a hit.
       predictions: scores, shape `[..., classes]`.
       k: the number of classes to consider; of equal scores the lower class comes first.
-      class_id: the class whose labels count; None: all.
+      class_id: the class whose labels count; all if None.
       weights: one per row, as in `mean`, for values of shape `[...]`.
       name: as in `mean`.
 
@@ -150,7 +157,7 @@ def recall_at_k(
             f"{predictions.shape}. Labels must be classes of shape {rows}, or {rows} and one more "
             "dimension where a row has several."
         )
-    top = jax.lax.top_k(predictions, k)[1]
+    top = jax.lax.top_k(unsign_zeros(predictions), k)[1]
     hits = (labels[..., :, None].astype(jnp.int32) == top[..., None, :]).any(-1)
     # As in TensorFlow, the labels of a row are a set: of equal ones only the first counts.
     equal = labels[..., :, None] == labels[..., None, :]
@@ -159,8 +166,3 @@ def recall_at_k(
         counts &= labels == class_id
     counted = jnp.where(counts, spread("recall_at_k", weights, rows, "rows")[..., None], 0)
     return weighted_mean(hits, counted)
-
-
-def _sum_by(group: jax.Array, weights: jax.Array, num_groups: int) -> jax.Array:
-    # One pass over the rows; a one-hot matrix would have rows times groups numbers.
-    return jax.ops.segment_sum(weights.ravel(), group.ravel(), num_groups)

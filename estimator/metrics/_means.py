@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from absl import logging
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import as_real
+from estimator.core._argument_checks import as_real, hide_absent
 from estimator.core._frame import innermost_frame
-from estimator.metrics._arrays import arrange, divide, namespace, spread
+from estimator.metrics._arrays import agree, arrange, divide, namespace, spread
 from estimator.metrics._metric import Metric
 
 
@@ -40,7 +40,8 @@ class RootMean(Mean):
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> Mean:
     """The mean over all elements; both of one shape."""
-    return Mean(total=jnp.sum(values.astype(jnp.float32) * weights), count=jnp.sum(weights))
+    values = hide_absent(weights, values.astype(jnp.float32))
+    return Mean(total=jnp.sum(values * weights), count=jnp.sum(weights))
 
 
 def mean(values: ArrayLike, weights: ArrayLike | None = None, name: str | None = None) -> Mean:
@@ -52,7 +53,7 @@ def mean(values: ArrayLike, weights: ArrayLike | None = None, name: str | None =
     Args:
       values: any shape; on towers, a value for each example: of one number each tower counts once, whatever its rows.
       weights: None, a scalar, or as many dimensions as `values`, each 1 or equal (a last 1 may
-        be missing or too much).
+        be missing or too much). An element of weight 0 counts as absent, also where it is NaN.
       name: of TensorFlow's op; without effect here, where eval_metric_ops names metrics.
 
     Raises:
@@ -86,7 +87,8 @@ def accuracy(
 
     Args:
       labels: any shape and dtype.
-      predictions: shape of `labels`, classes and not scores; cast to their dtype, as in TensorFlow.
+      predictions: shape of `labels`, classes and not scores; cast to their dtype, as in TensorFlow: 1.0 is the class 1.
+        One that this dtype cannot hold is wrong.
         A last dimension of 1 that only one of the two has is dropped.
       weights, name: as in `mean`.
 
@@ -94,8 +96,7 @@ def accuracy(
       ValueError: if shapes do not fit.
     """
     labels, predictions, weights = arrange("accuracy", labels, predictions, weights)
-    # As TensorFlow casts: a prediction of 1.0 is the class 1.
-    return weighted_mean(predictions.astype(labels.dtype) == labels, weights)
+    return weighted_mean(agree(labels, predictions), weights)
 
 
 def mean_squared_error(
@@ -151,4 +152,4 @@ def _errors(
 ) -> tuple[jax.Array, jax.Array]:
     labels, predictions, weights = arrange(caller, labels, predictions, weights)
     # Cast first: the difference of unsigned integers would wrap around.
-    return predictions.astype(jnp.float32) - labels.astype(jnp.float32), weights
+    return hide_absent(weights, predictions.astype(jnp.float32) - labels.astype(jnp.float32)), weights

@@ -10,7 +10,7 @@ from typing import Any, Self, dataclass_transform
 import jax
 import numpy as np
 
-from estimator.core._record import value_of
+from estimator.core._record import parts_of
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(dataclasses.field,))
@@ -30,8 +30,10 @@ class Metric(abc.ABC):
     5.0
 
     In a model_fn a metric stands for TensorFlow's pair `(value, update)` too: `accuracy[1]`, and both parts in
-    `value, update = est.metrics.accuracy(...)`, are the value in this batch, an array. A pair of both is a metric for
-    `eval_metric_ops`; reported by `est.summary.scalar` or `est.record`, the value is the one of all towers' rows.
+    `value, update = est.metrics.accuracy(...)`, are the value in this batch, an array. As in TensorFlow, the second
+    part of `mean_iou` is the confusion matrix, and of `mean_per_class_accuracy` the accuracies of the classes. A pair
+    of both is a metric for `eval_metric_ops`; reported by `est.summary.scalar` or `est.record`, the value is the one of
+    all towers' rows.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -53,10 +55,15 @@ class Metric(abc.ABC):
         return jax.tree.map(lambda mine, others: mine + others, self, other)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((value_of(self), value_of(self)))
+        return iter(parts_of(self))
 
     def __getitem__(self, index: int) -> Any:
-        return (value_of(self), value_of(self))[index]
+        return parts_of(self)[index]
+
+    def _parts(self) -> tuple[Any, Any]:
+        """TensorFlow's pair `(value, update)` in this batch."""
+        value = self.result()
+        return value, value
 
     @abc.abstractmethod
     def result(self) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from estimator.metrics._arrays import arrange, divide, namespace
+from estimator.metrics._arrays import arrange, divide, namespace, sum_by
 from estimator.metrics._means import Mean
 from estimator.metrics._metric import Metric
 
@@ -186,18 +187,13 @@ def _confusion_at(
     They are NaN where a prediction that counts is outside [0, 1], or NaN; TensorFlow raised an error.
     """
     labels, predictions, weights = arrange(caller, labels, predictions, weights)
-    labels, predictions, weights = labels.astype(bool).ravel(), predictions.astype(jnp.float32).ravel(), weights.ravel()
-    in_range = (predictions >= 0) & (predictions <= 1) | (weights == 0)
+    predictions = predictions.astype(jnp.float32)
+    in_range = ((predictions >= 0) & (predictions <= 1) | (weights == 0)).all()
+    # One pass over the rows, which sums up those between two thresholds; [thresholds + 1, 2].
+    ordered, places = np.unique(np.asarray(thresholds, np.float32), return_inverse=True)
+    below = jnp.searchsorted(ordered, predictions)  # the number of thresholds that a prediction is above
+    sums = sum_by(2 * below + labels.astype(bool).astype(below.dtype), weights, 2 * (ordered.size + 1)).reshape(-1, 2)
     # A compiled program cannot raise an error: NaN in every sum shows in the result, whatever is merged with it.
-    weights = jnp.where(in_range.all(), weights, jnp.nan)
-    positive = predictions > jnp.asarray(thresholds, jnp.float32)[:, None]  # [thresholds, rows]
-
-    def total(rows: jax.Array) -> jax.Array:
-        return jnp.sum(weights * rows.astype(weights.dtype), axis=1)
-
-    return (
-        total(positive & labels),
-        total(positive & ~labels),
-        total(~positive & ~labels),
-        total(~positive & labels),
-    )
+    sums = jnp.where(in_range, sums, jnp.nan)
+    negative, positive = jnp.cumsum(sums, 0)[:-1][places].T, jnp.cumsum(sums[::-1], 0)[::-1][1:][places].T
+    return positive[1], positive[0], negative[0], negative[1]

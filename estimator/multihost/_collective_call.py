@@ -1,4 +1,4 @@
-"""Calls that all processes make together, and what process 0 alone does within them."""
+"""Calls that all processes make together, and what only process 0 does within them."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ def collective_call(call: str, limits: Limits | None = _DEFAULT_LIMITS) -> Itera
         yield SingleProcess()
         return
     from estimator.multihost._key_value_group import KeyValueGroup
-    from estimator.multihost._limit_watch import watch_limits
-    from estimator.multihost._lost_process import LOST_PROCESS, ProcessLostError
-    from estimator.multihost._news import NEWS
+    from estimator.multihost._limit_watch import LimitWatch
+    from estimator.multihost._supervisor import SUPERVISOR, ProcessLostError
 
-    NEWS.listen()
+    SUPERVISOR.listen()
     group = KeyValueGroup(call, CALLS.group)
     is_outermost = len(CALLS.groups) == 1
     phase, _ = group.progress.moment
     CALLS.groups.append(group)
     try:
-        with watch_limits(group, limits if is_outermost else None):
+        with contextlib.ExitStack() as stack:
+            if is_outermost and limits:
+                stack.enter_context(contextlib.closing(LimitWatch(group, limits, group.progress)))
             group.barrier()
             if group.index:
                 logging.get_absl_logger().addFilter(_is_for_all)
@@ -65,10 +66,10 @@ def collective_call(call: str, limits: Limits | None = _DEFAULT_LIMITS) -> Itera
                 group.all_gather(None)  # one that hangs in its `end` is missed here, and not at the exit of another
     except BaseException as error:
         # Explained first, so that the others name the process that was lost, and not this one.
-        failure = LOST_PROCESS.explain(error)
+        failure = SUPERVISOR.explain(error)
         group.publish_failure(failure)
         if isinstance(failure, ProcessLostError) and is_outermost:
-            LOST_PROCESS.note_raise()
+            SUPERVISOR.note_raise()
         if failure is not error:
             raise failure from error
         raise
@@ -80,8 +81,8 @@ def collective_call(call: str, limits: Limits | None = _DEFAULT_LIMITS) -> Itera
 
 
 def run_on_chief(call: str, make: Callable[[], T]) -> T:
-    """Calls `make` in process 0 alone, and returns its result in all processes. Within such a call, another one is of
-    process 0 alone."""
+    """Calls `make` only in process 0, and returns its result in all processes. Within such a call, another one is
+    only of process 0."""
     if CALLS.chief_is_alone or jax.process_count() == 1:
         return make()
 

@@ -7,11 +7,14 @@ of SLURM, Open MPI and TPU pods. `tests/multihost/test_coordination_client.py` s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax._src import clusters as clusters
 from jax._src import distributed, xla_bridge
 from jax.errors import JaxRuntimeError
+
+_REQUEST_MS = 600_000
 
 
 def devices_are_started() -> bool:
@@ -33,6 +36,22 @@ def connected_client() -> Any:
     if client is None:
         raise JaxRuntimeError("CANCELLED: This process has disconnected, by jax.distributed.shutdown().")
     return client
+
+
+def await_value(key: str, is_wanted: Callable[[], bool] = lambda: True) -> str | None:
+    """Waits for the value of a key as long as it is wanted, or until its request ends.
+
+    Raises:
+      jax.errors.JaxRuntimeError: this process disconnects, or jax is about to end it.
+    """
+    while is_wanted():
+        try:
+            text: str = connected_client().blocking_key_value_get(key, _REQUEST_MS)
+            return text
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+    return None
 
 
 class Connection(NamedTuple):

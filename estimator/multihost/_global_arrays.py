@@ -43,7 +43,7 @@ def copy_from_chief(tree: PyTree) -> PyTree:
 
 
 def equalize_copies(tree: PyTree) -> PyTree:
-    """Returns the same arrays, of which those that every device has whole are copied from process 0."""
+    """Returns the same arrays; those that every device has whole are copied from process 0."""
     leaves, structure = jax.tree.flatten(tree)
     mine = [i for i, x in enumerate(leaves) if x.is_fully_replicated and not x.is_fully_addressable]
     if mine:

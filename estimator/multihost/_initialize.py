@@ -7,7 +7,6 @@ import errno
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -28,9 +27,12 @@ from estimator.multihost._cluster import (
     split_address,
 )
 from estimator.multihost._introduction import Introduction, check_devices, exchange_introductions, format_table
-from estimator.multihost._lost_process import LOST_PROCESS, ProcessWatch
 from estimator.multihost._process_group import CALLS
+from estimator.multihost._process_watch import ProcessWatch
+from estimator.multihost._supervisor import SUPERVISOR
 from estimator.runtime._log_lines import show_log_lines
+from estimator.runtime._program import Program
+from estimator.runtime._uninterrupted import Work
 
 _CALLER = "initialize_distributed"
 _LATER = 60  # seconds after the deadline: jax aborts a process whose connection comes to nothing, so we give up before
@@ -76,7 +78,7 @@ def initialize_distributed(
       coordinator_address: "host:port" of process 0, as the others reach it; also in JAX_COORDINATOR_ADDRESS.
       num_processes: how many there are.
       process_id: which one this is, from 0.
-      local_device_ids: the numbers of the GPUs that this process uses. None: all that it sees; under SLURM and Open
+      local_device_ids: the numbers of the GPUs that this process uses. If None, all that it sees; under SLURM and Open
         MPI, where several processes of a host see the same ones, one each.
       timeout_secs: seconds within which all must be there and have summed.
       heartbeat_timeout_secs: seconds after which a process that is not heard of counts as lost, since it has died or
@@ -186,26 +188,19 @@ def _run_in_time(work: Callable[[], None], cluster: ClusterSpec, times: _Times, 
       ProcessLostError: a process was lost.
       TimeoutError: the deadline has passed, with the text `late`.
     """
-    outcome: list[BaseException | None] = []
-
-    def run() -> None:
-        try:
-            work()
-            outcome.append(None)
-        except BaseException as e:
-            outcome.append(e)
-
     # In its own thread, since no call of jax here has a timeout that raises an error in Python.
-    thread = threading.Thread(target=run, name="initialize-distributed", daemon=True)
-    thread.start()
-    while thread.is_alive() and time.monotonic() < times.deadline and not LOST_PROCESS.loss:
-        thread.join(0.05)
-    if not outcome:  # the thread still hangs in jax
+    start = Work(work, "initialize-distributed", SUPERVISOR.notify)
+    start.thread.start()
+    secs = times.deadline - time.monotonic()
+    SUPERVISOR.wait_for(lambda: start.done.is_set() or SUPERVISOR.loss is not None, secs)
+    if not start.done.is_set():  # the thread still hangs in jax
         atexit.register(_end_at_once, _LINGER_SECS if cluster.process_id == 0 else 0.0)
-        LOST_PROCESS.raise_if_lost()
+        SUPERVISOR.raise_if_lost()
         raise TimeoutError(f"{_CALLER}: {late}")
-    if outcome[0] is not None:
-        raise LOST_PROCESS.explain(outcome[0])
+    try:
+        start.result()
+    except BaseException as error:
+        raise SUPERVISOR.explain(error)  # noqa: B904
 
 
 def _check_port_is_free(cluster: ClusterSpec) -> None:
@@ -322,5 +317,5 @@ def _sum_device_numbers() -> tuple[int, int]:
     sharding = NamedSharding(Mesh(np.array(devices), "device"), PartitionSpec("device"))
     numbers = np.arange(1, len(devices) + 1, dtype=np.int32)
     numbers_by_device = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
-    total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(numbers_by_device)
-    return int(total), int(numbers.sum())
+    total = Program(lambda x: x.sum(), out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
+    return int(total(numbers_by_device)), int(numbers.sum())

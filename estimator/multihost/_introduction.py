@@ -14,7 +14,7 @@ import jax
 
 from estimator.multihost._cluster import ClusterSpec, is_loopback, split_address
 from estimator.multihost._coordination_client import coordination_client
-from estimator.multihost._lost_process import publish_loss
+from estimator.multihost._process_watch import publish_loss
 from estimator.runtime._table import align
 
 _KEY = "estimator/introductions"

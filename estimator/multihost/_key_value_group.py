@@ -5,7 +5,7 @@ They do so through the key-value store that jax's coordinator, process 0, keeps 
     process i    start_gather: sets <round>/<i>    finish_gather: waits for <round>/all
     process 0    start_gather: keeps its value     finish_gather: waits for each <round>/<i>, sets <round>/all
 
-so that each process but 0 waits for one key alone.
+so that each process but 0 waits for only one key.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import numpy as np
 from absl import logging
 
 from estimator.core._placement import Placement
-from estimator.multihost._coordination_client import connected_client
-from estimator.multihost._lost_process import LOST_PROCESS
-from estimator.multihost._news import NEWS, Awaited
-from estimator.multihost._preemption import Preempted, preempt
+from estimator.multihost._coordination_client import await_value, connected_client
+from estimator.multihost._preemption import SIGINT, SIGTERM, Preempted, ask_all, raise_stop
 from estimator.multihost._process_group import CALLS, ProcessGroup
 from estimator.multihost._progress import Progress
+from estimator.multihost._supervisor import SUPERVISOR
+from estimator.runtime._uninterrupted import Work
 from estimator.storage._json import decode, encode_leaf
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ _SECONDS_BETWEEN_LOOKS = 1.0  # at what no news tell of
 _ROUNDS_KEPT = 100  # at least: they are removed together
 _SECONDS_AFTER_THE_END = 2.0  # of another process, in which its last values may still come
 _SECONDS_TO_WARN = 60.0  # about a process that does not come
+_SIGNALS = {Preempted.__name__: SIGTERM, KeyboardInterrupt.__name__: SIGINT}  # by what a process raises that got one
 
 
 class KeyValueGroup(ProcessGroup):
@@ -67,7 +68,7 @@ class KeyValueGroup(ProcessGroup):
         self._lock = threading.Lock()
         # The news before which this process has looked for failures, and for the flag: a look is a request.
         self._failures_at = self._flag_at = -1
-        self._is_flagged = False
+        self._flag: str | None = None
         # Calls within a call of several processes, and their channels, are parts of it.
         self.progress = around.progress if around.count > 1 else Progress()
 
@@ -144,23 +145,17 @@ class KeyValueGroup(ProcessGroup):
         value: T = from_json(text)  # in process 0 too, so that all have the same types
         return value
 
-    def gather_reports(self, report: str, secs: float) -> list[str]:
-        awaited = next((group.waits_for for group in CALLS.groups if group.waits_for), "no other process here")
-        text = f"{report} It waits for {awaited}."
-        connected_client().key_value_set(f"{self.prefix}/reports/{self.index:06}", text, allow_overwrite=True)
-        time.sleep(secs)
-        return [text for _, text in sorted(connected_client().key_value_dir_get(f"{self.prefix}/reports"))]
+    def flag(self, reason: str) -> None:
+        connected_client().key_value_set(f"{self.prefix}/flag/{self.index}", reason, allow_overwrite=True)
+        SUPERVISOR.publish()
 
-    def flag(self) -> None:
-        connected_client().key_value_set(f"{self.prefix}/flag/{self.index}", "", allow_overwrite=True)
-        NEWS.publish()
-
-    def is_flagged(self) -> bool:
-        news = NEWS.count
-        if not self._is_flagged and news != self._flag_at:
-            self._is_flagged = bool(connected_client().key_value_dir_get(f"{self.prefix}/flag"))
+    def read_flag(self) -> str | None:
+        news = SUPERVISOR.news
+        if self._flag is None and news != self._flag_at:
+            flags = connected_client().key_value_dir_get(f"{self.prefix}/flag")
+            self._flag = flags[0][1] if flags else None
             self._flag_at = news
-        return self._is_flagged
+        return self._flag
 
     def set_placement(self, placement: Placement) -> None:
         if not placement.spans_processes:
@@ -174,17 +169,17 @@ class KeyValueGroup(ProcessGroup):
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # published already, or nobody is there to read it
             text = to_json([type(error).__name__, str(error)])
             connected_client().key_value_set(f"{self.prefix}/failed/{self.index}", text)
-            NEWS.publish()
+            SUPERVISOR.publish()
 
     def raise_if_failed(self) -> None:
-        news = NEWS.count
+        news = SUPERVISOR.news
         if news == self._failures_at:
             return
         for key, failure in connected_client().key_value_dir_get(f"{self.prefix}/failed"):
             kind, text = json.loads(failure)
-            if kind == Preempted.__name__:
-                preempt()
-                raise Preempted
+            if kind in _SIGNALS:
+                ask_all(_SIGNALS[kind])
+                raise_stop(_SIGNALS[kind])
             raise RuntimeError(f"Process {key.rpartition('/')[2]} failed in `{self._call}`: {kind}: {text}")
         self._failures_at = news
 
@@ -196,11 +191,12 @@ class KeyValueGroup(ProcessGroup):
     ) -> str:
         text = self._look(key)
         if text is None:
-            awaited = Awaited(key)
+            is_over = threading.Event()
+            request = SUPERVISOR.ask(lambda: await_value(key, lambda: not is_over.is_set()))
             try:
-                text = self._wait_long(awaited, key, whom, closed, timeout_secs)
+                text = self._wait_long(request, key, whom, closed, timeout_secs)
             finally:
-                awaited.give_up()
+                is_over.set()
         self._awaited = None
         return text
 
@@ -211,25 +207,27 @@ class KeyValueGroup(ProcessGroup):
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
-            raise LOST_PROCESS.explain(error) from error
+            raise SUPERVISOR.explain(error) from error
         return text
 
     def _wait_long(
-        self, awaited: Awaited, key: str, whom: str, closed: threading.Event | None, timeout_secs: float
+        self, request: Work, key: str, whom: str, closed: threading.Event | None, timeout_secs: float
     ) -> str:
         since, has_warned = time.monotonic(), False
         while True:
             # Noted before the look: whoever ends after it may have published the value meanwhile.
-            is_over = LOST_PROCESS.last_ended is not None and time.monotonic() - since >= _SECONDS_AFTER_THE_END
-            news = NEWS.count
-            text = awaited.text or (self._look(key) if is_over else None)
-            if text is not None:
+            is_over = SUPERVISOR.last_ended is not None and time.monotonic() - since >= _SECONDS_AFTER_THE_END
+            news = SUPERVISOR.news
+            if request.done.is_set():
+                try:
+                    return str(request.result())
+                except jax.errors.JaxRuntimeError as error:
+                    raise SUPERVISOR.explain(error) from error
+            if is_over and (text := self._look(key)) is not None:
                 return text
-            if awaited.error is not None:
-                raise LOST_PROCESS.explain(awaited.error) from awaited.error
             for group in (self,) if self._is_independent else CALLS.groups:
                 group.raise_if_failed()
-            LOST_PROCESS.raise_if_lost(needs_all=is_over)
+            SUPERVISOR.raise_if_lost(needs_all=is_over)
             if closed is not None and closed.is_set():
                 raise InterruptedError(f"Nobody waits any more for {whom}, in: {self._call}.")
             self._awaited = whom
@@ -247,7 +245,7 @@ class KeyValueGroup(ProcessGroup):
                     time.monotonic() - since,
                     self._call,
                 )
-            NEWS.wait_for(news, lambda: awaited.is_done, _SECONDS_BETWEEN_LOOKS)
+            SUPERVISOR.wait_for_news(news, request.done.is_set, _SECONDS_BETWEEN_LOOKS)
 
 
 def to_json(value: object) -> str:

@@ -1,29 +1,27 @@
-"""The end of a run of several processes in which nothing progresses, as `RunConfig(limits=...)` says.
+"""The report of a run in which nothing progresses, and its end, as `Limits` say.
 
-A thread of each process compares the time that its run has been in a phase with the limit. The first process that is
-over one flags it; all that can publish what they do, log what all have published, and end with exit code 76. A process
-that is suspended does none of this: the others name it.
+The supervisor compares the time that a run has been in a phase with the limit. Where that is to end the run, the first
+process of several that is over a limit flags it; all that can publish what they do, log what all have published, and
+end with exit code 76. A process that is suspended does none of this: the others name it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+import traceback
 
 from absl import logging
 
-from estimator.multihost._lost_process import LOST_PROCESS
-from estimator.multihost._news import NEWS
-from estimator.multihost._process_group import ProcessGroup
-from estimator.multihost._progress import describe_phase
+from estimator.multihost._coordination_client import connected_client
+from estimator.multihost._process_group import CALLS, ProcessGroup
+from estimator.multihost._progress import Progress, describe_phase
+from estimator.multihost._supervisor import SUPERVISOR, run_within
 from estimator.runtime._limits import Limits
-from estimator.runtime._stacks import format_stacks
-
-T = TypeVar("T")
 
 _LOOKS = 10  # within the shortest limit
 _SECS_FOR_REPORTS = 2.5  # of the other processes
@@ -32,70 +30,86 @@ _SECS_TO_LOG = 1.0  # where stderr may be a pipe that nobody reads
 _NO_OTHER = "It waits for no other process here."
 
 
-@contextlib.contextmanager
-def watch_limits(group: ProcessGroup, limits: Limits | None) -> Iterator[None]:
-    """Ends this process, and the others of the group, where a phase within the block takes longer than its limit."""
-    if limits is None:
-        yield
-        return
-    watch = _LimitWatch(group, limits)
-    try:
-        yield
-    finally:
-        watch.close()
+class LimitWatch:
+    """The limits of a run that this thread makes, until `close` is called.
 
+    Args:
+      group: the processes that make it.
+      limits: the limits.
+      progress: the phase of the run.
+      path: a local file to which reports are added, beside the log.
 
-class _LimitWatch:
-    def __init__(self, group: ProcessGroup, limits: Limits) -> None:
+    Attributes:
+      progress: as above.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, limits: Limits, progress: Progress, path: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.progress = progress
         self._group = group
         self._limits = limits
-        self._progress = group.progress
-        self._channel = group.channel("limits")
+        self._path = path
+        self._ends = limits.action == "end"
         self._runs_in = threading.get_ident()
+        self._reported: object = None  # the moment of the phase that was reported last
+        self._news = SUPERVISOR.news
         self._is_closed = False
-        self._thread = threading.Thread(target=self._watch, name="limit-watch", daemon=True)
-        self._thread.start()
+        SUPERVISOR.add(self)
 
     def close(self) -> None:
         self._is_closed = True
-        NEWS.notify()
-        if not LOST_PROCESS.is_ending:  # else this thread waits to be ended
-            self._thread.join()
+        SUPERVISOR.remove(self)
 
-    def _watch(self) -> None:
-        # Steps that take less than this are too short to matter for the limit.
-        period = self._limits.shortest() / _LOOKS
-        phase, since = before = self._progress.moment
-        looked_at, slowest_step, news = time.monotonic(), 0.0, NEWS.count
-        while not self._is_closed:
-            moment, now = self._progress.moment, time.monotonic()
-            if moment is not before and phase == "step":
-                slowest_step = max(slowest_step, looked_at - since)
-            before, looked_at, (phase, since) = moment, now, moment
-            limit = self._limits.secs(phase, slowest_step)
-            if now - since >= limit:
-                self._end(f"the limit of phase {phase!r}, {limit:g} s, has passed")
-            news, is_new = NEWS.count, NEWS.count != news
-            if is_new and run_within(_SECS_TO_GATHER, self._channel.is_flagged):
-                self._end("the limit of another process has passed")
-            secs = min(period, max(0.0, since + limit - now))
-            NEWS.wait_for(news, lambda: self._is_closed, secs)
+    def look(self, now: float) -> float:
+        """Reports a phase that is over its limit, once; returns when to look again."""
+        phase, since = moment = self.progress.moment
+        limit, period = self._limits.secs(phase, self.progress.slowest_step), self._limits.shortest() / _LOOKS
+        if self._is_closed or moment is self._reported:
+            return now + period
+        if now - since >= limit:
+            self._reported = moment
+            self._report(f"the limit of phase {phase!r}, {limit:g} s, has passed")
+        elif self._ends and self._news != SUPERVISOR.news:
+            self._news = SUPERVISOR.news
+            if run_within(_SECS_TO_GATHER, self._group.read_flag) is not None:
+                self._report("the limit of another process has passed")
+        return min(now + period, since + limit)
 
-    def _end(self, why: str) -> None:
-        LOST_PROCESS.note_stall()
-        phase, since = self._progress.moment
+    def _report(self, why: str) -> None:
+        phase, since = self.progress.moment
         doing = describe_phase(phase, time.monotonic() - since)
-        own = f"Process {self._group.index} on {socket.gethostname()}: {doing}"
+        own, reports = f"Process {self._group.index} on {socket.gethostname()}: {doing}", None
+        if self._ends:
+            SUPERVISOR.is_stalled = True
+        if self._group.count > 1:
+            reports = run_within(_SECS_TO_GATHER, functools.partial(self._gather, own, why))
+            why = f"{self._describe_cause(reports)}, and {why}" if self._ends else why
+        text = "\n".join([f"{why}.", *(reports or [own]), _format_stacks(self._runs_in)])
+        run_within(_SECS_TO_LOG, lambda: self._log(text))
+        if self._ends:
+            SUPERVISOR.peers.end(why)
 
-        def gather() -> list[str]:
-            self._channel.flag()
-            return self._channel.gather_reports(own, _SECS_FOR_REPORTS)
+    def _gather(self, report: str, why: str) -> list[str]:
+        """Publishes a report, and returns all that processes have published a little later."""
+        if self._ends:
+            self._group.flag(why)
+        awaited = next((group.waits_for for group in CALLS.groups if group.waits_for), "no other process here")
+        client, folder = connected_client(), f"{self._group.prefix}/reports/{self._limits.action}"
+        client.key_value_set(
+            f"{folder}/{self._group.index:06}", f"{report} It waits for {awaited}.", allow_overwrite=True
+        )
+        time.sleep(_SECS_FOR_REPORTS)
+        return [text for _, text in sorted(client.key_value_dir_get(folder))]
 
-        reports = run_within(_SECS_TO_GATHER, gather)
-        why = f"{self._describe_cause(reports)}, and {why}"
-        text = "\n".join([f"{why}.", *(reports or [own]), format_stacks(self._runs_in)])
-        run_within(_SECS_TO_LOG, lambda: logging.error("%s", text))
-        LOST_PROCESS.end_process(why)
+    def _log(self, text: str) -> None:
+        logging.error("%s", text)
+        try:
+            if self._path is not None:
+                with open(self._path, "a") as file:
+                    file.write(text + "\n")
+        except OSError:
+            logging.exception("WatchdogHook cannot add its report to %s.", self._path)
 
     def _describe_cause(self, reports: list[str] | None) -> str:
         """Names the processes that hang: those that do not report, or else that wait for no other."""
@@ -110,14 +124,17 @@ class _LimitWatch:
 
 
 def _say_of(processes: list[int], of_one: str, of_several: str) -> str:
-    names = " and ".join(map(LOST_PROCESS.name_of, processes))
+    names = " and ".join(map(SUPERVISOR.peers.name_of, processes))
     return f"{names} {of_one if len(processes) == 1 else of_several}"
 
 
-def run_within(secs: float, work: Callable[[], T]) -> T | None:
-    """Calls `work` in a thread, as it may hang; returns its result, or None if there is none in time."""
-    results: list[T] = []
-    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
-    thread.start()
-    thread.join(secs)
-    return results[0] if results else None
+def _format_stacks(first: int) -> str:
+    """Formats the stacks of all threads but this one, the thread `first` before the others."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return "\n".join(
+        f"Thread {names.get(ident, ident)!r}{' (the run)' * (ident == first)}, most recent call last:\n"
+        + "".join(traceback.format_stack(frames[ident]))
+        for ident in sorted(frames, key=lambda ident: ident != first)
+    )

@@ -28,7 +28,8 @@ class ProcessGroup(abc.ABC):
       index: the number of this process.
       count: the number of processes.
       towers: the number of towers in each process, once `set_placement` was called.
-      waits_for: a description of the process that this one has been waiting for; None: it waits for none.
+      waits_for: a description of the process that this one has been waiting for, or None.
+      prefix: of what the group keeps in the key-value store of several processes.
       progress: the phase of the call, the same object in calls within it.
     """
 
@@ -36,6 +37,7 @@ class ProcessGroup(abc.ABC):
     count: int
     towers: int = 1
     waits_for: str | None = None
+    prefix: str = ""
     progress: Progress
 
     def all_gather(self, value: T) -> list[T]:
@@ -61,7 +63,7 @@ class ProcessGroup(abc.ABC):
 
     @abc.abstractmethod
     def broadcast_from_chief(self, make: Callable[[], T]) -> T:
-        """Calls `make` in process 0 alone, and returns its result in all processes."""
+        """Calls `make` only in process 0, and returns its result in all processes."""
 
     @abc.abstractmethod
     def channel(self, name: str, is_independent: bool = False) -> ProcessGroup:
@@ -73,16 +75,12 @@ class ProcessGroup(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather_reports(self, report: str, secs: float) -> list[str]:
-        """Publishes a report, and returns all that processes have published within `secs` from now."""
-
-    @abc.abstractmethod
-    def flag(self) -> None:
+    def flag(self, reason: str) -> None:
         """Raises a flag that all processes can see."""
 
     @abc.abstractmethod
-    def is_flagged(self) -> bool:
-        """Returns whether any process has raised the flag."""
+    def read_flag(self) -> str | None:
+        """Returns the reason of a flag that a process has raised; None if none has."""
 
     @abc.abstractmethod
     def set_placement(self, placement: Placement) -> None:
@@ -118,7 +116,7 @@ class SingleProcess(ProcessGroup):
     def __init__(self) -> None:
         self._rounds, self._prefixes = itertools.count(), itertools.count()
         self._values: dict[int, Any] = {}
-        self._flag = False
+        self._flag: str | None = None
         self.progress = Progress()
 
     def all_gather(self, value: T) -> list[T]:
@@ -138,13 +136,10 @@ class SingleProcess(ProcessGroup):
     def channel(self, name: str, is_independent: bool = False) -> SingleProcess:
         return SingleProcess()
 
-    def gather_reports(self, report: str, secs: float) -> list[str]:
-        return []
+    def flag(self, reason: str) -> None:
+        self._flag = reason
 
-    def flag(self) -> None:
-        self._flag = True
-
-    def is_flagged(self) -> bool:
+    def read_flag(self) -> str | None:
         return self._flag
 
     def set_placement(self, placement: Placement) -> None:
@@ -168,7 +163,7 @@ class Calls:
     be an argument.
 
     Attributes:
-      groups: the groups of the calls, each within the one before; the first is this process alone.
+      groups: the groups of the calls, each within the one before; the first is only this process.
       start_timeout_secs: how long one waits for the others at the beginning of a call.
       chief_is_alone: whether process 0 does something that the others wait for.
       ended_prefixes: in process 0, of ended groups whose keys are still in the key-value store.

@@ -20,15 +20,20 @@ class Progress:
     """The phase of a call, nested calls included.
 
     Attributes:
-      moment: the phase, and the time at which it was entered, by `time.monotonic()`.
+      moment: the phase, and the time at which it was entered, by `time.monotonic()`: one attribute, so that another
+        thread reads a phase with its own time.
+      slowest_step: the seconds of the longest phase "step" that has ended.
     """
 
     def __init__(self) -> None:
-        self.enter("begin")
+        self.moment = "begin", time.monotonic()
+        self.slowest_step = 0.0
 
     def enter(self, phase: str) -> None:
-        # One attribute, so that another thread reads a phase with its own time.
-        self.moment = phase, time.monotonic()
+        before, since = self.moment
+        self.moment = _, now = phase, time.monotonic()
+        if before == "step":
+            self.slowest_step = max(self.slowest_step, now - since)
 
 
 def describe_phase(phase: str, secs: float) -> str:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import as_float
+from estimator.core._argument_checks import as_float, widen
 
 
 def clip_by_norm(
@@ -24,13 +24,12 @@ def clip_by_norm(
     Args:
       t: any shape, floating.
       clip_norm: the largest norm, positive.
-      axes: the axes that a norm is taken over; None: all.
+      axes: the axes that a norm is taken over; all if None.
       name: of TensorFlow's op; without effect here.
     """
     t = as_float(t)
     axis = tuple(axes) if isinstance(axes, Sequence) else axes
-    # As in TensorFlow, the product comes first: `t * (clip_norm / norm)` rounds in another way.
-    return t * clip_norm / jnp.maximum(_norm(t, axis), clip_norm)
+    return _clip(t, _norm(t, axis), clip_norm)
 
 
 def clip_by_average_norm(t: ArrayLike, clip_norm: ArrayLike, name: str | None = None) -> jax.Array:
@@ -45,12 +44,18 @@ def clip_by_average_norm(t: ArrayLike, clip_norm: ArrayLike, name: str | None = 
       name: of TensorFlow's op; without effect here.
     """
     t = as_float(t)
-    return t * clip_norm / jnp.maximum(_norm(t, None) / t.size, clip_norm)
+    return _clip(t, _norm(t, None) / t.size, clip_norm)
+
+
+def _clip(t: jax.Array, norm: jax.Array, clip_norm: ArrayLike) -> jax.Array:
+    clip_norm = jnp.asarray(clip_norm, norm.dtype)
+    # As in TensorFlow, the product comes first: `t * (clip_norm / norm)` rounds in another way.
+    return (widen(t) * clip_norm / jnp.maximum(norm, clip_norm)).astype(t.dtype)
 
 
 def _norm(t: jax.Array, axis: int | tuple[int, ...] | None) -> jax.Array:
-    """The Euclidean norm, with dimensions of 1; its gradient is zero where it is zero."""
-    squares = jnp.sum(t * t, axis, keepdims=True)
+    """The Euclidean norm, in float32 at least, with dimensions of 1; its gradient is zero where it is zero."""
+    squares = jnp.sum(jnp.square(widen(t)), axis, keepdims=True)
     positive = squares > 0
     # Two `where`s: the derivative of the root is infinite at zero, and zero times infinity is NaN, also in the branch
     # that is not chosen.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import as_float
+from estimator.core._argument_checks import as_float, widen, widen_int
 from estimator.nn._sequence import sequence_mask
 from estimator.variables._variables import get_variable
 
@@ -26,19 +26,20 @@ def crf_log_likelihood(
 
     Args:
       inputs: the scores of the tags, shape `[batch, steps, tags]`.
-      tag_indices: the right tags, integers of shape `[batch, steps]`.
+      tag_indices: the right tags, integers of shape `[batch, steps]`; the likelihood of one out of range is NaN.
       sequence_lengths: integers, shape `[batch]`.
-      transition_params: shape `[tags, tags]`, from a row's tag to a column's. None: the variable `transitions`, in
+      transition_params: shape `[tags, tags]`, from a row's tag to a column's. If None, the variable `transitions`, in
         the scope around.
 
     Returns:
-      The log likelihoods, shape `[batch]`, and the transitions.
+      The log likelihoods, shape `[batch]`, in float32 at least, and the transitions.
 
     Raises:
       ValueError: shapes do not fit.
+      TypeError: the tags or the lengths are not integers.
     """
-    inputs, tags, lengths = as_float(inputs), jnp.asarray(tag_indices), jnp.asarray(sequence_lengths)
-    _check("crf_log_likelihood", inputs, lengths)
+    inputs, tags, lengths = widen(as_float(inputs)), jnp.asarray(tag_indices), jnp.asarray(sequence_lengths)
+    _check("crf_log_likelihood", inputs, lengths, tags=tags)
     if tags.shape != inputs.shape[:2]:
         raise ValueError(
             f"`est.nn.crf_log_likelihood` needs tags of shape {inputs.shape[:2]} for inputs of shape {inputs.shape}; "
@@ -47,16 +48,22 @@ def crf_log_likelihood(
     if transition_params is None:
         transition_params = get_variable("transitions", (inputs.shape[-1],) * 2)
     transitions = jnp.asarray(transition_params)
-    unary = jnp.take_along_axis(inputs, tags[..., None], 2)[..., 0]
-    binary = transitions[tags[:, :-1], tags[:, 1:]]
+    wide = _check_transitions("crf_log_likelihood", inputs, transitions)
+    if not tags.shape[1]:
+        return jnp.zeros(lengths.shape, inputs.dtype), transitions
     runs = sequence_mask(lengths, inputs.shape[1])
+    # What is behind the end may be anything, and has no gradient.
+    inputs, tags = jnp.where(runs[..., None], inputs, 0), widen_int(tags)
+    tags = jnp.where(tags < 0, inputs.shape[2], tags)  # a negative index would count from the end
+    unary = jnp.take_along_axis(inputs, tags[..., None], 2, mode="fill")[..., 0]
+    binary = wide.at[tags[:, :-1], tags[:, 1:]].get(mode="fill")
     score = jnp.where(runs, unary, 0).sum(1) + jnp.where(runs[:, 1:], binary, 0).sum(1)
 
     # The forward algorithm, in logarithms. After the end of a sequence the sums do not change, so that the last ones
     # are the sums of each sequence.
     def step(alphas: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, runs = at
-        after = x + jax.nn.logsumexp(alphas[:, :, None] + transitions, axis=1)
+        after = x + jax.nn.logsumexp(alphas[:, :, None] + wide, axis=1)
         return jnp.where(runs[:, None], after, alphas), None
 
     alphas, _ = jax.lax.scan(step, inputs[:, 0], (inputs[:, 1:].swapaxes(0, 1), runs[:, 1:].T))
@@ -81,14 +88,18 @@ def crf_decode(
       sequence_length: integers, shape `[batch]`.
 
     Returns:
-      The tags, int32 of shape `[batch, steps]`, zero behind the end of a sequence; and the scores, shape `[batch]`.
+      The tags, int32 of shape `[batch, steps]`, zero behind the end of a sequence; and the scores, shape `[batch]`, in
+      float32 at least. An empty sequence has the score 0.
 
     Raises:
       ValueError: shapes do not fit.
+      TypeError: the lengths are not integers.
     """
-    potentials, transitions = as_float(potentials), jnp.asarray(transition_params)
-    lengths = jnp.asarray(sequence_length)
+    potentials, lengths = widen(as_float(potentials)), jnp.asarray(sequence_length)
     _check("crf_decode", potentials, lengths)
+    transitions = _check_transitions("crf_decode", potentials, transition_params)
+    if not potentials.shape[1]:
+        return jnp.zeros(potentials.shape[:2], jnp.int32), jnp.zeros(lengths.shape, potentials.dtype)
     runs = sequence_mask(lengths, potentials.shape[1]).T
 
     # Viterbi's algorithm: the best score for each tag, and the tag before it on the best path. After the end of a
@@ -101,16 +112,31 @@ def crf_decode(
     def backwards(tag: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         pointers, runs = at
         before = jnp.take_along_axis(pointers, tag[:, None], 1)[:, 0]
-        return jnp.where(runs, before, tag), jnp.where(runs, tag, 0)
+        return jnp.where(runs, before, tag), tag
 
     state, pointers = jax.lax.scan(forwards, potentials[:, 0], (potentials[:, 1:].swapaxes(0, 1), runs[1:]))
     first, others = jax.lax.scan(backwards, state.argmax(1), (pointers, runs[1:]), reverse=True)
-    return jnp.concatenate([first[None], others]).T.astype(jnp.int32), state.max(1)
+    tags = jnp.where(runs, jnp.concatenate([first[None], others]), 0).T.astype(jnp.int32)
+    return tags, jnp.where(lengths > 0, state.max(1), 0)
 
 
-def _check(caller: str, inputs: jax.Array, lengths: jax.Array) -> None:
+def _check(caller: str, inputs: jax.Array, lengths: jax.Array, **others: jax.Array) -> None:
     if inputs.ndim != 3 or lengths.shape != inputs.shape[:1]:
         raise ValueError(
             f"`est.nn.{caller}` needs scores of shape [batch, steps, tags] and lengths of shape [batch]; got shapes "
             f"{inputs.shape} and {lengths.shape}."
         )
+    for name, array in {"lengths": lengths, **others}.items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"`est.nn.{caller}` needs integers as {name}; got {array.dtype}.")
+
+
+def _check_transitions(caller: str, inputs: jax.Array, transitions: ArrayLike) -> jax.Array:
+    """The transitions, in float32 at least."""
+    wide, shape = widen(as_float(transitions)), inputs.shape[2:] * 2
+    if wide.shape != shape:
+        raise ValueError(
+            f"`est.nn.{caller}` needs transitions of shape {shape} for scores of shape {inputs.shape}; got shape "
+            f"{wide.shape}."
+        )
+    return wide

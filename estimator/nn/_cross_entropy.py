@@ -1,4 +1,4 @@
-"""Cross entropies and the loss of counts, one for each example or element.
+"""Cross entropies and the loss of counts, one for each example or element, in float32 at least.
 
 `est.losses` has their weighted means.
 """
@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import optax.losses
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import as_float, check_same_shape
-from estimator.variables._policy import cast_to_full
+from estimator.core._argument_checks import as_float, check_same_shape, widen, widen_int
 
 
 def sigmoid_cross_entropy_with_logits(
@@ -113,7 +112,7 @@ def sparse_softmax_cross_entropy_with_logits(
     """
     caller = "sparse_softmax_cross_entropy_with_logits"
     labels, logits = _check_named(caller, _sentinel, labels, logits)
-    labels, logits = jnp.asarray(labels), cast_to_full(as_float(logits))
+    labels, logits = jnp.asarray(labels), widen(as_float(logits))
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"`est.nn.{caller}` needs integers as `labels`; got {labels.dtype}.")
     if labels.shape != logits.shape[:-1]:
@@ -121,6 +120,7 @@ def sparse_softmax_cross_entropy_with_logits(
             f"`est.nn.{caller}` needs labels of shape {logits.shape[:-1]} for logits of shape {logits.shape}; got "
             f"shape {labels.shape}."
         )
+    labels = widen_int(labels)
     known = jnp.where(labels < 0, logits.shape[-1], labels)  # a negative index would count from the end
     return optax.losses.softmax_cross_entropy_with_integer_labels(logits, known)
 
@@ -176,7 +176,7 @@ def log_poisson_loss(
 
 
 def _pair(caller: str, labels: ArrayLike, logits: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    logits = cast_to_full(as_float(logits))
+    logits = widen(as_float(logits))
     labels = jnp.asarray(labels, logits.dtype)
     check_same_shape(f"est.nn.{caller}", labels, logits, "logits")
     return labels, logits

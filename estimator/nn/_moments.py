@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import as_float
+from estimator.core._argument_checks import as_float, hide_absent, widen
 
 
 def moments(
@@ -56,8 +56,7 @@ def weighted_moments(
       keep_dims: whether the axes stay, with 1 element.
     """
     x = as_float(x)
-    # In float16 sums of squares overflow above 65504; TensorFlow also computes them in float32.
-    wide = x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
+    wide = hide_absent(frequency_weights, widen(x))
     axis = tuple(axes) if isinstance(axes, Sequence) else axes
     weights = jnp.broadcast_to(jnp.asarray(frequency_weights, wide.dtype), x.shape)
     total = jnp.sum(weights, axis, keepdims=True)

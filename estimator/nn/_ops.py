@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import as_float
+from estimator.core._argument_checks import as_float, widen
 
 
 def l2_loss(t: ArrayLike, name: str | None = None) -> jax.Array:
@@ -18,10 +18,10 @@ def l2_loss(t: ArrayLike, name: str | None = None) -> jax.Array:
     12.5
 
     Args:
-      t: any shape; integers become float32, while TensorFlow refuses them.
+      t: any shape. The sum is in float32 at least, also of integers, which TensorFlow refuses.
       name: of TensorFlow's op; without effect here.
     """
-    return jnp.sum(jnp.square(as_float(t))) / 2
+    return jnp.sum(jnp.square(widen(as_float(t)))) / 2
 
 
 def l2_normalize(
@@ -38,15 +38,16 @@ def l2_normalize(
 
     Args:
       x: any shape, floating.
-      axis: the axis, or several of them; None: all.
+      axis: the axis, or several of them; all if None.
       epsilon: the least sum of squares that is divided by.
       name: of TensorFlow's op; without effect here.
       dim: TensorFlow's older name of `axis`.
     """
     x, axis = as_float(x), axis if dim is None else dim
-    squares = jnp.sum(jnp.square(x), tuple(axis) if isinstance(axis, Sequence) else axis, keepdims=True)
+    wide = widen(x)
+    squares = jnp.sum(jnp.square(wide), tuple(axis) if isinstance(axis, Sequence) else axis, keepdims=True)
     # As in TensorFlow, `epsilon` bounds the sum of squares within the root, so that the gradient at zero is finite.
-    return x * jax.lax.rsqrt(jnp.maximum(squares, epsilon))
+    return (wide * jax.lax.rsqrt(jnp.maximum(squares, epsilon))).astype(x.dtype)
 
 
 def local_response_normalization(
@@ -80,8 +81,9 @@ def local_response_normalization(
         )
     window, padding = (1, 1, 1, 2 * depth_radius + 1), ((0, 0), (0, 0), (0, 0), (depth_radius, depth_radius))
     # A sum over the neighbouring channels, as in TensorFlow; torch's layer of this name takes the mean.
-    squares = jax.lax.reduce_window(jnp.square(x), 0.0, jax.lax.add, window, (1, 1, 1, 1), padding)
-    return x / (bias + alpha * squares) ** beta
+    wide = widen(x)
+    squares = jax.lax.reduce_window(jnp.square(wide), 0.0, jax.lax.add, window, (1, 1, 1, 1), padding)
+    return (wide / (bias + alpha * squares) ** beta).astype(x.dtype)
 
 
 lrn = local_response_normalization
@@ -99,7 +101,10 @@ def xw_plus_b(x: ArrayLike, weights: ArrayLike, biases: ArrayLike, name: str | N
       biases: shape `[outputs]`.
       name: of TensorFlow's op; without effect here.
     """
-    return jnp.asarray(x) @ jnp.asarray(weights) + jnp.asarray(biases)
+    x, weights, biases = jnp.asarray(x), jnp.asarray(weights), jnp.asarray(biases)
+    dtype = jnp.result_type(x, weights, biases)
+    wide = widen(jnp.zeros((), dtype)).dtype
+    return (jnp.matmul(x, weights, preferred_element_type=wide) + biases.astype(wide)).astype(dtype)
 
 
 def crelu(features: ArrayLike, name: str | None = None, axis: int = -1) -> jax.Array:

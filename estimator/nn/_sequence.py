@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from estimator.core._argument_checks import as_float
+from estimator.core._argument_checks import as_float, hide_absent, widen
 from estimator.core._frame import average_denominator
 from estimator.nn._cross_entropy import sparse_softmax_cross_entropy_with_logits
-from estimator.variables._policy import cast_to_full
 
 
 def sequence_mask(
@@ -24,7 +23,7 @@ def sequence_mask(
 
     Args:
       lengths: integers of any shape.
-      maxlen: the size of the mask's last dimension, an int. None: the largest length, which is known only outside of a
+      maxlen: the size of the mask's last dimension, an int. If None, the largest length, known only outside of a
         compiled function.
       dtype: of the mask.
       name: of TensorFlow's op; without effect here.
@@ -42,7 +41,7 @@ def sequence_mask(
                 "`est.nn.sequence_mask` needs `maxlen` here: the shapes of a compiled program do not depend on values. "
                 "Write `maxlen=x.shape[1]`, where x has the steps."
             )
-        maxlen = int(lengths.max())
+        maxlen = int(lengths.max(initial=0))
     if isinstance(maxlen, jax.core.Tracer):
         raise TypeError(
             "`est.nn.sequence_mask` needs an int as `maxlen`; got a value of the model. Write `x.shape[1]`, where x "
@@ -72,7 +71,7 @@ def sequence_loss(
     Args:
       logits: shape `[batch, steps, classes]`.
       targets: the right classes, integers of shape `[batch, steps]`.
-      weights: shape `[batch, steps]`.
+      weights: shape `[batch, steps]`. A step of weight 0 counts as absent, whatever its logits and its target are.
       average_across_timesteps: whether steps are reduced to their weighted mean.
       average_across_batch: whether examples are.
       softmax_loss_function: `fn(labels=, logits=)`, instead of the sparse softmax cross entropy; it gets targets of
@@ -85,15 +84,16 @@ def sequence_loss(
     Raises:
       ValueError: shapes do not fit.
     """
-    logits, targets, weights = cast_to_full(as_float(logits)), jnp.asarray(targets), as_float(weights)
+    logits, targets, weights = widen(as_float(logits)), jnp.asarray(targets), widen(as_float(weights))
     if logits.ndim != 3 or not logits.shape[:2] == targets.shape == weights.shape:
         raise ValueError(
             "`est.nn.sequence_loss` needs logits of shape [batch, steps, classes], and targets and weights of shape "
             f"[batch, steps]; got shapes {logits.shape}, {targets.shape} and {weights.shape}."
         )
     loss_of = softmax_loss_function or sparse_softmax_cross_entropy_with_logits
+    logits = hide_absent(weights[..., None], logits)
     losses = loss_of(labels=targets.reshape(-1), logits=logits.reshape(-1, logits.shape[-1]))
-    losses = losses.reshape(targets.shape) * weights
+    losses = hide_absent(weights, losses.reshape(targets.shape)) * weights
     axes = (0,) * average_across_batch + (1,) * average_across_timesteps
     if not axes:
         return losses

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from estimator.core._argument_checks import unsign_zeros
+
 
 class TopK(NamedTuple):
     """The result of `top_k`.
@@ -37,7 +39,9 @@ def top_k(input: ArrayLike, k: int = 1, sorted: bool = True, name: str | None = 
       sorted: without effect: they are sorted always.
       name: of TensorFlow's op; without effect here.
     """
-    return TopK(*jax.lax.top_k(jnp.asarray(input), k))
+    x = jnp.asarray(input)
+    places = jax.lax.top_k(unsign_zeros(jax.lax.stop_gradient(x)), k)[1]
+    return TopK(jnp.take_along_axis(x, places, -1), places)
 
 
 def in_top_k(predictions: ArrayLike, targets: ArrayLike, k: int, name: str | None = None) -> jax.Array:

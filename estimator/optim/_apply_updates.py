@@ -17,6 +17,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._train_op import TrainOp, Update, UpdatingOptimizer
 from estimator.core._typing import Gradients, Slots, Variables
+from estimator.optim._absent import hide, names_in_slots, put_back
 from estimator.optim._extra_args import call_update, extra_args
 from estimator.optim._finite import all_finite, select, update_if
 from estimator.optim._given_rate import read_carried
@@ -52,7 +53,7 @@ class StepGradients:
         return StepGradients(by_slots, marks), pending
 
     def is_allowed(self) -> jax.Array | None:
-        """True, a bool scalar, if the updates may be made: no tower has marked a gradient. None: nobody has looked."""
+        """True, a bool scalar, if the updates may be made: no tower has marked a gradient; None if nobody looked."""
         return jnp.stack([(mark == 0).all() for mark in self.marks.values()]).all() if self.marks else None
 
 
@@ -122,7 +123,10 @@ def _apply_updates(
         # All other variables have the values that the step began with, as for all gradients.
         asked, found = at({**state.variables, **changed})  # type: ignore[misc]
         update = asked.updates[i]
-        return update.loss, {name: to_dense(gradient) for name, gradient in found.by_slots[update.slots].items()}
+        known = {name: to_dense(gradient) for name, gradient in found.by_slots[update.slots].items()}
+        return update.loss, {
+            name: known[name] if name in known else jax.tree.map(jnp.zeros_like, x) for name, x in changed.items()
+        }
 
     for i, update in enumerate(train_op.updates):
         if update.slots not in slots:
@@ -132,7 +136,8 @@ def _apply_updates(
             )
         # `variables` include the earlier updates: two optimizers of one variable are applied one after the other.
         own = gradients.by_slots[update.slots]
-        params = {name: variables[name] for name in own}
+        names = names_in_slots(update, slots[update.slots], own, variables)
+        params = {name: variables[name] for name in variables if name in names}
         extra = extra_args(update.loss, params, at and functools.partial(values_at, i))
         extra |= read_carried(update.learning_rate)
         before, loss_scale, good = slots[update.slots], update.optimizer.loss_scale, finite.get(update.slots)
@@ -142,7 +147,7 @@ def _apply_updates(
             new_slots = loss_scale.after(good, before, new_slots)
         variables = {**variables, **moved}
         slots = {**slots, update.slots: new_slots}
-    return variables, {**slots, **train_op.slots}
+    return variables, slots
 
 
 def _apply(
@@ -156,9 +161,13 @@ def _apply(
     """The variables and slots of one optimizer after its update, by dense and sparse gradients.
 
     Args:
-      good: whether the update is to be made; None: it is.
+      params: the variables that the slots are about. Those without a gradient stay as they are, with their slots.
+      good: whether the update is to be made; if None, it is.
     """
     transformation = optimizer.transformation
+    before, absent = (params, slots), params.keys() - gradients.keys()
+    gradients = {name: gradients.get(name, optax.MaskedNode()) for name in params}
+    params, slots = hide(before, absent, params)
 
     def update(
         gradients: optax.Updates,
@@ -173,19 +182,36 @@ def _apply(
             _, slots = before
             # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
             with jax.numpy_dtype_promotion("standard"):
-                steps, slots = call_update(transformation, gradients, slots, params, extra)
-                return {**optax.apply_updates(params, steps), **{name: steps[name] for name in no_steps}}, slots
+                steps, new_slots = call_update(transformation, gradients, slots, params, extra)
+                _check_slots(optimizer.get_name(), slots, new_slots)
+                return {**optax.apply_updates(params, steps), **{name: steps[name] for name in no_steps}}, new_slots
 
         return update_if(good, make_update, ({**params, **no_steps}, slots))
+
+    def finish(params: Variables, slots: optax.OptState) -> tuple[Variables, optax.OptState]:
+        return put_back((params, slots), before) if absent else (params, slots)
 
     sparse = select_sparse(gradients)
     if not sparse or not takes_rows(transformation, optimizer.get_name(), list(sparse), slots, params):
         whole = {name: to_dense(gradient) for name, gradient in gradients.items()}
         takes_both = sparse and takes_sparse_gradients(transformation)
-        return update(whole, params, slots, {**extra, "sparse_gradients": sparse} if takes_both else extra)
+        return finish(*update(whole, params, slots, {**extra, "sparse_gradients": sparse} if takes_both else extra))
     # The optimizer gets small arrays, the touched rows of tables and slots: the time of a step does not depend on the
     # size of a table.
     touched = TouchedRows(sparse, params)
     gradients = {**gradients, **touched.gradients}
     changed, row_slots = update(gradients, touched.take(params), touched.take(slots), no_steps=touched.no_steps())
-    return touched.add(params, changed), touched.put(slots, row_slots)
+    return finish(touched.add(params, changed), touched.put(slots, row_slots))
+
+
+def _check_slots(name: str, before: optax.OptState, after: optax.OptState) -> None:
+    old, new = (
+        {jax.tree_util.keystr(p): jnp.shape(x) for p, x in jax.tree.leaves_with_path(s)} for s in (before, after)
+    )
+    if old != new:
+        differing = sorted(path for path in {**old, **new} if old.get(path) != new.get(path))
+        raise ValueError(
+            f"The update of the optimizer {name!r} changes the structure of its slots, which all training steps share: "
+            f"{differing} {'is' if len(differing) == 1 else 'are'} of other shapes after it, or only before or after "
+            "it. Let the `init` of the transformation make all slots as its `update` leaves them."
+        )

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from estimator.core._frame import Frame, check_is_known_outside
 from estimator.core._typing import PyTree, Variables
 from estimator.optim._gradient_calls import GradientCalls
 from estimator.sparse._indexed_slices import checked_struct
+
+WHY_NO_GRADIENTS = (
+    "The usual causes: a loss made of `argmax`, of an accuracy or of a comparison; integers on the way from the "
+    "variables to the loss, such as by `astype(int)`; `jax.lax.stop_gradient` around what depends on them; a loss of "
+    "the labels only; or a var_list without the variables that the loss uses."
+)
+"""The end of the error that TensorFlow begins with "No gradients provided for any variable"."""
 
 
 def check_is_outermost(caller: str, frame: Frame) -> None:
@@ -28,17 +37,61 @@ def is_transformation(candidate: object) -> bool:
     return callable(getattr(candidate, "init", None)) and callable(getattr(candidate, "update", None))
 
 
-def in_order(caller: str, frame: Frame, var_list: Any, global_step: Any) -> Sequence[str] | None:
+def check_makes_optimizer(caller: str, fn: Callable[..., Any]) -> None:
+    """Raises a TypeError for a function that needs arguments, such as `optax.sgd`."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:  # some of C have none
+        return
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        name = getattr(fn, "__name__", "fn")
+        rate = f", or `{caller}({name}, learning_rate=0.1)`" if needed == ["learning_rate"] else ""
+        raise TypeError(
+            f"`{caller}` calls the function that it is given without arguments, and `{name}` needs {needed}. Write "
+            f"`{caller}({name}({', '.join(f'{n}=...' for n in needed)}))`{rate}."
+        )
+
+
+# Transformations of optax that cannot work here, by their states.
+_UNSUPPORTED: dict[type, str] = {
+    optax.LookaheadState: "`optax.lookahead` needs each variable as a pair, `optax.LookaheadParams`, and a variable "
+    "is one value here. Leave it out; an average of the variables is `est.ExponentialMovingAverage`",
+    optax.MonitorState: "`optax.monitor` adds its measurements to the state in the first update, and the state of a "
+    "training step keeps its structure. Use `optax.snapshot`, or `est.clip_by_global_norm(None)` for the norm",
+    optax.contrib.DifferentiallyPrivateAggregateState: "`optax.contrib.dpsgd` and `differentially_private_aggregate` "
+    "need a gradient of each example, and the gradients here are of the whole batch. Take them in the model_fn by "
+    "`jax.vmap(jax.grad(...))`, clip, sum and add the noise there, and give `est.tower_gradient` of the result to "
+    "`apply_gradients`",
+}
+
+
+def check_initial_slots(caller: str, slots: PyTree) -> None:
+    """Raises a ValueError for an optax transformation that needs what a training step does not give."""
+    for node in jax.tree.leaves(slots, is_leaf=lambda node: type(node) in _UNSUPPORTED):
+        if type(node) in _UNSUPPORTED:
+            raise ValueError(f"`{caller}` got a transformation that does not work here: {_UNSUPPORTED[type(node)]}.")
+
+
+def in_order(caller: str, frame: Frame, given: Sequence[Any], var_list: Any, global_step: Any) -> Sequence[str] | None:
     """The var_list of `minimize`, which in TensorFlow comes behind the global step.
 
+    Args:
+      given: both, by position, in any order.
+
     Raises:
-      TypeError: the global step is not this run's.
+      TypeError: one of them is given twice, or the global step is not this run's.
     """
-    # By position TensorFlow's second argument is the global step, a number; a var_list holds names.
-    if _is_number(var_list) or not (global_step is None or _is_number(global_step)):
-        var_list, global_step = global_step, var_list
-    check_global_step(caller, frame, global_step)
-    return var_list
+    values = [value for value in (*given, var_list, global_step) if value is not None]
+    steps = [value for value in values if _is_number(value)]
+    lists = [value for value in values if not _is_number(value)]
+    if len(steps) > 1 or len(lists) > 1 or len(given) > 2:
+        raise TypeError(
+            f"`{caller}` takes a loss, `est.global_step()` and a list of names; got {len(values) + 1} arguments: the "
+            f"loss, {', '.join(map(repr, values))}."
+        )
+    check_global_step(caller, frame, *steps or [None])
+    return lists[0] if lists else None
 
 
 def _is_number(value: object) -> bool:
@@ -61,6 +114,13 @@ def check_loss(caller: str, loss: object) -> jax.Array:
         raise ValueError(
             f"`{caller}` needs a scalar loss computed by this run; got {what}. "
             "Reduce it, for example by `est.losses.compute_weighted_loss(losses)`."
+        )
+    if jnp.issubdtype(loss.dtype, jnp.complexfloating):
+        raise TypeError(f"`{caller}` needs a real loss; got {loss.dtype}. Write `loss.real`, or `jnp.abs(loss)`.")
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ValueError(
+            f"No gradients provided for any variable: `{caller}` got a loss of dtype {loss.dtype}, which has no "
+            f"derivative. {WHY_NO_GRADIENTS}"
         )
     return loss.reshape(())
 
@@ -91,7 +151,11 @@ def check_var_list(caller: str, frame: Frame, var_list: Iterable[str] | None) ->
     trainable = list(trainable_names(frame))
     names = list_names(caller, frame, var_list)
     if not names:
-        raise ValueError(f"`{caller}` got no variables to optimize; create them before the call.")
+        raise ValueError(
+            f"`{caller}` got no variables to optimize; create them before the call by `est.get_variable`, or "
+            '`est.flax_module(net, "net")`. Weights that `net.init` makes in a model_fn, and those in an NNX object '
+            "that was made outside, are not trained."
+        )
     unknown = [name for name in names if name not in trainable]
     if unknown:
         raise ValueError(

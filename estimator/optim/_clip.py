@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from estimator.core._argument_checks import widen
 from estimator.core._typing import Slots
 from estimator.optim._learning_rate import rate_names, spell_key
 
@@ -43,7 +44,7 @@ def clip_by_global_norm(max_norm: float | None, *tensorflows: object) -> optax.G
     [-0.6 -0.8] 5.0
 
     Args:
-      max_norm: a number larger than 0; None: gradients stay as they are, and only the norm is reported.
+      max_norm: a number larger than 0; if None, gradients stay as they are, and only the norm is reported.
       *tensorflows: none; TensorFlow's function of this name takes a list of gradients before the norm, and the error
         says what to write.
 
@@ -70,12 +71,12 @@ def clip_by_global_norm(max_norm: float | None, *tensorflows: object) -> optax.G
         gradients: optax.Updates, state: ClipState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ClipState]:
         # Squares of 16-bit floats overflow where the gradients do not.
-        norm = jnp.asarray(optax.tree.norm(jax.tree.map(_widen, gradients)), state.gradient_norm.dtype)
+        norm = jnp.asarray(optax.tree.norm(jax.tree.map(widen, gradients)), state.gradient_norm.dtype)
         if max_norm is None:
             return gradients, ClipState(norm)
         # Otherwise an infinite norm would make zeros of the finite gradients, and hide that one is not.
         factor = jnp.where(jnp.isfinite(norm), max_norm / jnp.maximum(norm, max_norm), jnp.nan)
-        clipped = jax.tree.map(lambda g: (_widen(g) * factor.astype(_real_dtype(g))).astype(g.dtype), gradients)
+        clipped = jax.tree.map(lambda g: (widen(g) * factor.astype(_real_dtype(g))).astype(g.dtype), gradients)
         return clipped, ClipState(norm)
 
     return optax.GradientTransformation(init, update)
@@ -93,7 +94,3 @@ def read_norms(slots: Slots) -> dict[str, Any]:
 def _real_dtype(x: jax.Array) -> Any:
     """The dtype of the parts of a number, in float32 or wider."""
     return jnp.promote_types(jnp.finfo(x.dtype).dtype, jnp.float32)
-
-
-def _widen(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

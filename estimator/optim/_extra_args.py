@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from estimator.optim._absent import is_masked, put_back
+
 Probe = Callable[[optax.Params], tuple[jax.Array, optax.Updates]]
 
 
@@ -37,17 +39,14 @@ def extra_args(loss: jax.Array | None, params: optax.Params, probe: Probe | None
         products = jax.tree.map(lambda g, t: jnp.sum(g.conj() * t).real.astype(value.dtype), gradients, *tangents)
         return value, sum(jax.tree.leaves(products), jnp.zeros_like(value))
 
-    def whole(changed: optax.Params) -> optax.Params:
-        """The values, with the ones that `optax.masked` left out."""
-        return jax.tree.map(lambda new, old: old if _is_masked(new) else new, changed, params, is_leaf=_is_masked)
-
-    def value_fn(params: optax.Params, grad_fn: object = None, obj_fn: object = None) -> jax.Array:
+    # Without the variables that `optax.masked` left out, or that have no gradient.
+    def value_fn(given: optax.Params, grad_fn: object = None, obj_fn: object = None) -> jax.Array:
         del grad_fn, obj_fn  # line searches refuse an argument that their value_fn does not name
-        return value_at(whole(params))
+        return value_at(put_back(given, params))
 
-    def grad_fn(params: optax.Params, *_: object) -> optax.Updates:
-        gradients = probe(whole(params))[1]
-        return jax.tree.map(lambda new, g: new if _is_masked(new) else g, params, gradients, is_leaf=_is_masked)
+    def grad_fn(given: optax.Params, *_: object) -> optax.Updates:
+        gradients = probe(put_back(given, params))[1]
+        return jax.tree.map(lambda x, g: x if is_masked(x) else g, given, gradients, is_leaf=is_masked)
 
     of_loss = {} if loss is None else {"value": loss, "value_fn": value_fn, "obj_fn": value_fn}
     return {"grad_fn": grad_fn, **of_loss}
@@ -97,7 +96,3 @@ def _no_probe(params: optax.Params) -> tuple[jax.Array, optax.Updates]:
         "as line searches and `optax.contrib.sam` do), but with this variable_distribution the variables are updated "
         "apart from the towers. Use VariableDistribution.MIRRORED or VariableDistribution.SHARDED."
     )
-
-
-def _is_masked(node: object) -> bool:
-    return isinstance(node, optax.MaskedNode)

@@ -43,6 +43,10 @@ def select(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: x if x is y else jnp.where(condition, x, y), one, other)
 
 
+def in_dtypes_of(like: PyTree, tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: y if y.dtype == x.dtype else y.astype(x.dtype), like, tree)
+
+
 def update_if(condition: jax.Array | None, update: Callable[[Tree], Tree], before: Tree, always: bool = False) -> Tree:
     """`update(before)`, in the dtypes of `before`; where the condition does not hold, `before` as it is.
 
@@ -51,17 +55,18 @@ def update_if(condition: jax.Array | None, update: Callable[[Tree], Tree], befor
     host wait for the device.
 
     Args:
-      condition: bool scalar; None: it holds.
+      condition: bool scalar; if None, it holds.
       always: whether it always holds, though XLA does not see that; so that there is a branch on CPU devices, and
         nothing to choose elsewhere.
     """
-    if condition is None:
-        return update(before)
 
-    # optax may compute in other dtypes, but both branches of a `cond` must return the same ones.
+    # optax may compute in other dtypes, but both branches of a `cond` must return the same ones, and a loop of steps
+    # carries the same ones.
     def cast_update() -> Tree:
-        return jax.tree.map(lambda x, y: y if x.dtype == y.dtype else y.astype(x.dtype), before, update(before))
+        return in_dtypes_of(before, update(before))
 
+    if condition is None:
+        return cast_update()
     return jax.lax.platform_dependent(
         cpu=lambda: jax.lax.cond(condition, cast_update, lambda: before),
         default=cast_update if always else lambda: select(condition, cast_update(), before),

@@ -265,7 +265,7 @@ class AverageUpdate:
       names: pairs of the names of a variable and of its average.
       decay: between 0 and 1.
       count: `[num_updates, 1]`, which makes the decay smaller in the beginning; the second entry counts the parts that
-        were summed, so that sum/parts is the number again. None: the decay stays as it is.
+        were summed, so that sum/parts is the number again. If None, the decay stays as it is.
     """
 
     names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})

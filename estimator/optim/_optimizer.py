@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import optax
@@ -14,11 +15,14 @@ from estimator.core._typing import PyTree, Variables
 from estimator.optim import _loss_scale
 from estimator.optim._apply_updates import StepGradients
 from estimator.optim._arguments import (
+    WHY_NO_GRADIENTS,
     check_global_step,
     check_gradient,
+    check_initial_slots,
     check_is_outermost,
     check_loss,
     check_loss_scale,
+    check_makes_optimizer,
     check_pair,
     check_scaled,
     check_var_list,
@@ -28,7 +32,7 @@ from estimator.optim._arguments import (
     trainable_names,
 )
 from estimator.optim._given_rate import GivenRate, LearningRate, to_carry, with_learning_rate
-from estimator.optim._gradient_calls import GradientCalls
+from estimator.optim._gradient_calls import GradientCalls, Reached
 from estimator.optim._loss_scale import DynamicLossScale
 from estimator.porting._missing_names import check_arguments
 from estimator.sparse._embedding import zero_gradients
@@ -74,10 +78,15 @@ class Optimizer:
                 f"`{type(self).__name__}` takes an optax.GradientTransformation such as `optax.adam(1e-3)`, or a "
                 f"function that returns one; got {optimizer_or_fn!r}."
             )
+        if not is_transformation(optimizer_or_fn):
+            check_makes_optimizer(type(self).__name__, optimizer_or_fn)
         self._optimizer_or_fn = optimizer_or_fn
         self._name = name or "optimizer"
         self.loss_scale = _loss_scale.check_argument(type(self).__name__, loss_scale)
         self._learning_rate = optimizer_or_fn.learning_rate if isinstance(optimizer_or_fn, GivenRate) else None
+
+    sums_over_towers = False
+    """Whether towers may sum its gradients: true of a `TowerOptimizer`, and of one that the library makes by name."""
 
     def get_name(self) -> str:
         return self._name
@@ -100,6 +109,7 @@ class Optimizer:
     def minimize(
         self,
         loss: jax.Array,
+        *given: Any,
         var_list: Sequence[str] | None = None,
         global_step: jax.Array | None = None,
         **tensorflows: object,
@@ -107,19 +117,23 @@ class Optimizer:
         """The train_op that moves the variables against the gradient of `loss`.
 
         Args:
-          loss: scalar array.
-          var_list: names of the variables to move; default: all trainable ones got so far in this run.
-          global_step: `est.global_step()`, which a step advances whether it is given or not. By position it may also
-            come before the var_list, as in TensorFlow.
+          loss: scalar array, of floats.
+          *given: `global_step` and `var_list` by position, in this order as in TensorFlow, or the other way round.
+          var_list: names of the variables to move; default: all trainable ones got so far in this run. Those that the
+            loss does not depend on have no gradient, and stay as they are.
+          global_step: `est.global_step()`, which a step advances whether it is given or not.
           **tensorflows: none; the error for one of TensorFlow's says what to write.
 
         Returns:
           The train_op; outside TRAIN an empty one.
+
+        Raises:
+          ValueError: the loss is not a scalar, or, in a training step, depends on none of the variables.
         """
         caller = f"{type(self).__name__}.minimize"
         check_arguments(caller, tensorflows)
         frame = current_frame(caller)
-        var_list = in_order(caller, frame, var_list, global_step)
+        var_list = in_order(caller, frame, given, var_list, global_step)
         if frame.mode != ModeKeys.TRAIN:
             self._note(frame, list_names(caller, frame, var_list))
             return TrainOp()
@@ -137,7 +151,8 @@ class Optimizer:
 
         Returns:
           A list of (gradient, variable name); a gradient has the structure of its variable, or is a
-          sparse one (`est.embedding_lookup`) if the variable was read only by rows.
+          sparse one (`est.embedding_lookup`) if the variable was read only by rows, or is None, as in TensorFlow, if
+          the loss does not depend on the variable.
         """
         caller = f"{type(self).__name__}.compute_gradients"
         check_arguments(caller, tensorflows)
@@ -162,9 +177,10 @@ class Optimizer:
             # again.
             raise GradientsNeeded(loss, names, slots)
         calls.scaled.update(names)
+        calls.unreached.update(name for name in names if name not in gradients)
         if self.loss_scale:
             calls.loss_scaled_by |= dict.fromkeys(names, self)
-        return [(gradients[name], name) for name in names]
+        return [(gradients.get(name), name) for name in names]
 
     def apply_gradients(
         self,
@@ -189,8 +205,11 @@ class Optimizer:
         frame = current_frame(caller)
         check_global_step(caller, frame, global_step)
         pairs = [check_pair(caller, pair) for pair in grads_and_vars]
+        # The slots have the variables that the loss does not depend on too: only a step finds them.
+        unreached = frame.notes.get(GradientCalls).unreached
+        names = tuple(name for gradient, name in pairs if gradient is not None or name in unreached)
         if frame.mode != ModeKeys.TRAIN:
-            self._note(frame, tuple(name for gradient, name in pairs if gradient is not None))
+            self._note(frame, names)
             return TrainOp()
         check_is_outermost(caller, frame)
         gradients: dict[str, PyTree] = {}
@@ -202,10 +221,14 @@ class Optimizer:
                 check_gradient(caller, name, gradient, frame.variables[name])
                 gradients[name] = gradient
         if not gradients:
-            raise ValueError(f"`{caller}` got no gradient for any variable; every one is None.")
+            listed = [name for _, name in pairs]
+            raise ValueError(
+                f"No gradients provided for any variable: `{caller}` got None for all of {listed}. {WHY_NO_GRADIENTS}"
+            )
         check_scaled(caller, frame, gradients)
         check_loss_scale(caller, frame, gradients, self)
-        train_op = self._train_op(frame, None, tuple(gradients))
+        frame.declared.notes.get(Reached).names.update(gradients)
+        train_op = self._train_op(frame, None, names)
         frame.notes.get(StepGradients).by_slots[train_op.updates[0].slots] = gradients
         return train_op
 
@@ -343,6 +366,7 @@ class Optimizer:
     def _initial(self, frame: Frame, names: Sequence[str]) -> optax.OptState:
         with jax.numpy_dtype_promotion("standard"):  # as in `apply_updates`
             state = self.transformation.init({n: frame.variables[n] for n in names})
+        check_initial_slots(type(self).__name__, state)
         return self.loss_scale.initial(state) if self.loss_scale else state
 
     def _slot_dicts(self, method: str) -> list[tuple[str, Variables]]:

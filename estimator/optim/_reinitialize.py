@@ -9,6 +9,8 @@ import jax
 from estimator.core._frame import Frame, open_frame
 from estimator.core._train_op import Update
 from estimator.core._typing import PyTree
+from estimator.optim._absent import names_in_slots
+from estimator.optim._finite import in_dtypes_of
 from estimator.optim._loss_scale import LossScaleState
 from estimator.optim._optimizer import is_per_variable
 
@@ -22,15 +24,14 @@ def reinitialize_slots(update: Update, state: PyTree, variables: dict[str, PyTre
       variables: by name.
       frame: for optimizers that ask for the step or a variable.
     """
-    params = {name: variables[name] for name in update.var_list}
+    params = {name: variables[name] for name in names_in_slots(update, state, (), variables)}
     with open_frame(frame), jax.numpy_dtype_promotion("standard"):  # as for optimizers in a model_fn
         fresh = update.optimizer.transformation.init(params)
     if isinstance(state, LossScaleState):
         new = state._replace(inner=_with_fresh_slots(state.inner, fresh, params))
     else:
         new = _with_fresh_slots(state, fresh, params)
-    # In the dtypes that an update has left, which the loop of steps carries: `init` may make others.
-    return jax.tree.map(lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype), state, new)
+    return in_dtypes_of(state, new)
 
 
 def _with_fresh_slots(state: PyTree, fresh: PyTree, params: dict[str, PyTree]) -> PyTree:

@@ -1,6 +1,6 @@
 """The dependence of the values of a jaxpr on the rows of tables, from its inputs to its outputs.
 
-Two things are followed: whether a row depends on the same row of one table alone, and the value of a row that has no
+Two things are followed: whether a row depends on only the same row of one table, and the value of a row that has no
 gradient. Of an operation that is not listed here the first is taken to be false, so that the answer is never too good.
 """
 

@@ -115,7 +115,7 @@ def _trace(make: Callable[[jax.Array], optax.GradientTransformation], arguments:
 
 
 def _owner(path: jax.tree_util.KeyPath, leaf: Any, tables: Collection[str], params: Variables) -> str | None:
-    """The table whose rows an array has; None: of no table; "": of one, in another form."""
+    """The table whose rows an array has; None if of no table, "" if of one in another form."""
     name = variable_of(path, params)
     if name is None or name not in tables:
         return None

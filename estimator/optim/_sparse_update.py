@@ -1,6 +1,6 @@
 """Optimizers that change only the rows of a table that were looked up.
 
-Where all that an optax transformation does to a row depends on that row alone, it can be given the touched rows and
+Where all that an optax transformation does to a row depends only on that row, it can be given the touched rows and
 their slots instead of the table and its slots. A step then costs what the lookups cost, whatever the table's size.
 """
 

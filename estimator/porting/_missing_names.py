@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,16 +31,24 @@ def check_tpu_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
             )
 
 
-def explain_batch_size(error: Exception) -> None:
-    """Adds to an error for a missing `batch_size`, which TPUEstimator adds to params, how it gets there."""
+def explain_missing_key(error: Exception, **given: Any) -> None:
+    """Adds to an error for a missing key which keys there are in the dicts of what a user's function was given.
+
+    For `batch_size`, which TPUEstimator adds to params, it says how to get it there.
+    """
     # `params.batch_size` fails with an AttributeError, which has a name; `params["batch_size"]` with a KeyError.
     if getattr(error, "name", None) == "batch_size" or isinstance(error, KeyError) and error.args == ("batch_size",):
         note = (
             "`params` are what the Estimator got: TPUEstimator's `batch_size` is not added. Write it yourself: "
             "`est.Estimator(model_fn, params={..., 'batch_size': 32})`; it is the size of a whole batch, of all towers."
         )
-        if note not in getattr(error, "__notes__", ()):  # a replicated model_fn is in another one
-            error.add_note(note)
+    elif isinstance(error, KeyError):
+        keys = [f"{list(each)} in {name}" for name, each in given.items() if isinstance(each, Mapping)]
+        note = f"The keys are {', and '.join(keys)}." if keys else ""
+    else:
+        return
+    if note and note not in getattr(error, "__notes__", ()):  # a replicated model_fn is in another one
+        error.add_note(note)
 
 
 @functools.cache
@@ -59,15 +68,20 @@ def _error(message: str, keys: list[str], name: str, otherwise: str = "") -> Att
         from estimator.porting._tensorflow_names import NAMES
 
         # The caller puts the names of its own part of TensorFlow first.
-        hint = NAMES[keys[0]]
-        # An entry that begins with "nothing: " gives a reason instead of a replacement.
-        why = hint.removeprefix("nothing: ")
-        instead = f"here it is {hint}" if why == hint else f"there is nothing like it here: {why}"
-        return AttributeError(f"{message}; {instead}.", name=name)
+        return _explain(message, NAMES[keys[0]], name)
     return AttributeError(message + otherwise)  # without `name`: Python then adds it, and suggests a name like it
 
 
-def names_missing_in(module: str, otherwise: str = "") -> Callable[[str], Any]:
+def _explain(message: str, hint: str, name: str) -> AttributeError:
+    # An entry that begins with "nothing: " gives a reason instead of a replacement.
+    why = hint.removeprefix("nothing: ")
+    instead = f"here it is {hint}" if why == hint else f"there is nothing like it here: {why}"
+    return AttributeError(f"{message}; {instead}.", name=name)
+
+
+def names_missing_in(
+    module: str, otherwise: str = "", others: Mapping[str, str] = types.MappingProxyType({})
+) -> Callable[[str], Any]:
     """The `__getattr__` of a module: its errors say what there is instead of TensorFlow's names.
 
     Names of the module's own part of TensorFlow come first: a model_fn may have been ported by another module's name.
@@ -75,6 +89,7 @@ def names_missing_in(module: str, otherwise: str = "") -> Callable[[str], Any]:
     Args:
       module: its `__name__`.
       otherwise: what to say where the name is not TensorFlow's.
+      others: names that this module is asked for beside the table's, and what to write instead.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807
@@ -83,7 +98,8 @@ def names_missing_in(module: str, otherwise: str = "") -> Callable[[str], Any]:
         keys = _by_last_part().get(name, [])
         # A module without an entry, such as `estimator` itself, stands for all of TensorFlow.
         keys = [key for key in keys if key.startswith(PARTS.get(module, "tf."))] + keys
-        raise _error(f"module {module!r} has no attribute {name!r}", keys, name, otherwise)
+        message = f"module {module!r} has no attribute {name!r}"
+        raise _explain(message, others[name], name) if name in others else _error(message, keys, name, otherwise)
 
     return __getattr__
 

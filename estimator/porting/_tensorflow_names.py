@@ -34,6 +34,12 @@ _TREES = "nothing: a gradient does not train trees"
 _TOWERS = "`replicate_model_fn(model_fn)`, from `replicate`"
 _FINALLY = "nothing: a summary is in the event files once `est.summary.scalar` or another one has reported it"
 _OWN_METRIC = "a subclass of `est.metrics.Metric`: its fields are sums, and `result` computes the value from them"
+_GAN = (
+    "a model_fn with an optimizer for each network, as in `examples/ports/dcgan.py`: "
+    "`est.group(optimizer_g.minimize(loss_g, var_list=...), ...)`"
+)
+_MASK = "shapes of a compiled program do not depend on values (docs/how_to/masks.md)"
+_ALL_CLASSES = "of all classes, or a loss of your own of classes that `est.make_rng` draws"
 _STRINGS = "`est.feature_column.encode(features, columns)` in input_fn: strings stay on the host"
 
 _BATCH_SIZE = "input_fn makes the batches: write their size there, or in `params`, which input_fn and model_fn get"
@@ -60,8 +66,8 @@ NAMES = {
     # tf.estimator and tf.contrib.estimator
     "tf.estimator.BoostedTreesClassifier": _TREES,
     "tf.estimator.BoostedTreesRegressor": _TREES,
-    "tf.estimator.classifier_parse_example_spec": "nothing: input_fn yields arrays, which need no parsing",
-    "tf.estimator.regressor_parse_example_spec": "nothing: input_fn yields arrays, which need no parsing",
+    "tf.estimator.classifier_parse_example_spec": "`est.feature_column.classifier_parse_example_spec(columns, key)`",
+    "tf.estimator.regressor_parse_example_spec": "`est.feature_column.regressor_parse_example_spec(columns, key)`",
     "tf.estimator.Estimator.export_savedmodel": _EXPORT,
     "tf.estimator.Estimator.export_saved_model": _EXPORT,
     "tf.estimator.Estimator.experimental_export_all_saved_models": _EXPORT,
@@ -96,12 +102,15 @@ NAMES = {
     "tf.contrib.tpu.TPUEstimatorSpec": "`est.EstimatorSpec`",
     "tf.contrib.tpu.TPUConfig": "`est.RunConfig(steps_per_loop=...)`",
     "tf.contrib.tpu.CrossShardOptimizer": "`TowerOptimizer`, from `replicate`",
-    "tf.contrib.distribute.DistributeConfig": _TOWERS,
-    "tf.contrib.distribute.MirroredStrategy": _TOWERS,
-    "tf.contrib.distribute.ParameterServerStrategy": "`replicate_model_fn(model_fn, variable_distribution=...)`, from "
-    "`replicate`",
-    "tf.contrib.gan.estimator.GANEstimator": "a model_fn with an optimizer for each network, as in "
-    "`examples/ports/dcgan.py`: `est.group(optimizer_g.minimize(loss_g, var_list=...), ...)`",
+    "tf.contrib.distribute.DistributeConfig": "`est.RunConfig(train_distribute=..., eval_distribute=...)`",
+    "tf.contrib.distribute.CollectiveAllReduceStrategy": "`replicate.CollectiveAllReduceStrategy`",
+    "tf.contrib.distribute.MirroredStrategy": "`replicate.MirroredStrategy`",
+    "tf.contrib.distribute.OneDeviceStrategy": "`replicate.OneDeviceStrategy`",
+    "tf.contrib.distribute.ParameterServerStrategy": "`replicate.ParameterServerStrategy`",
+    "tf.distribute.MultiWorkerMirroredStrategy": "`replicate.CollectiveAllReduceStrategy`",
+    "tf.distribute.experimental.CentralStorageStrategy": "`replicate.ParameterServerStrategy`",
+    "tf.contrib.gan.estimator.GANEstimator": _GAN,
+    "tf.contrib.gan.estimator.TPUGANEstimator": _GAN,
     "tf.contrib.training.HParams": "a dict, or an object of your own: `est.Estimator(model_fn, params=params)`",
     "tf.contrib.predictor.from_saved_model": "`est.load_exported(folder)`",
     # tf.train
@@ -123,6 +132,7 @@ NAMES = {
     "tf.train.linear_cosine_decay": _SAME.format("linear_cosine_decay"),
     "tf.train.natural_exp_decay": _SAME.format("natural_exp_decay"),
     "tf.train.piecewise_constant": _SAME.format("piecewise_constant"),
+    "tf.train.piecewise_constant_decay": "`est.train.piecewise_constant(x, boundaries, values)`",
     "tf.train.polynomial_decay": _SAME.format("polynomial_decay"),
     "tf.train.noisy_linear_cosine_decay": "`est.train.linear_cosine_decay`, plus noise by `est.make_rng`",
     "tf.contrib.opt.AdaMaxOptimizer": _SAME.format("AdaMaxOptimizer"),
@@ -140,7 +150,8 @@ NAMES = {
     "tf.train.NewCheckpointReader": "`est.list_variables(path)` and `est.load_variable(path, name)`",
     "tf.train.Saver": "`est.RunConfig(save_checkpoints_steps=100)`: the Estimator saves and restores; in a hook "
     "`context.save()`",
-    "tf.train.Scaffold": "nothing: `warm_start_from=`, `est.Hook.after_create_state` and `est.RunConfig` do its work",
+    "tf.train.Scaffold": "`est.init_from_checkpoint` instead of its `init_fn`; `warm_start_from=`, "
+    "`est.Hook.after_create_state` and `est.RunConfig` do the rest",
     "tf.train.MonitoredTrainingSession": "`estimator.train(input_fn, hooks)`, or your own loop around `est.transform`",
     "tf.train.FeedFnHook": "the `input_fn` of `estimator.train`, which yields the values",
     "tf.train.GlobalStepWaiterHook": "nothing: all processes take each step together",
@@ -152,6 +163,7 @@ NAMES = {
     "tf.train.SessionRunContext.session": "`context.state`, whose `variables` and `slots` are arrays by name",
     "tf.train.SessionRunContext.original_args": "what `est.Hook.before_run` has returned",
     # the losses, metrics, summaries, columns and input functions
+    "tf.losses.Reduction.SUM_OVER_NONZERO_WEIGHTS": "`est.Reduction.SUM_BY_NONZERO_WEIGHTS`",
     "tf.losses.cosine_distance": "`est.losses.compute_weighted_loss(1 - (labels * predictions).sum(-1))`, of vectors "
     "of length 1",
     "tf.losses.mean_pairwise_squared_error": "`est.losses.compute_weighted_loss(losses)` of your own losses",
@@ -178,7 +190,6 @@ NAMES = {
     "tf.summary.merge_all": _FINALLY,
     "tf.summary.tensor_summary": "`est.record('name', value)`, for a hook to read",
     "tf.summary.text": "nothing: a compiled program has no strings; `logging.info` at the place where the text is made",
-    "tf.feature_column.make_parse_example_spec": "nothing: input_fn yields arrays, which need no parsing",
     # tf.layers, tf.contrib.layers, and the layers and cells of others
     "tf.layers.AveragePooling1D": "`est.layers.average_pooling1d(inputs, pool_size, strides)`, a function",
     "tf.layers.AveragePooling2D": "`est.layers.average_pooling2d(inputs, pool_size, strides)`, a function",
@@ -219,6 +230,8 @@ NAMES = {
     "tf.keras.layers.GlobalMaxPooling1D": "`est.layers.global_max_pooling1d(inputs)`, a function",
     "tf.keras.layers.GlobalMaxPooling2D": "`est.layers.global_max_pooling2d(inputs)`, a function",
     "tf.keras.layers.LSTM": "`est.layers.lstm(inputs, units)`, a function",
+    "tf.nn.rnn_cell": f"`est.layers.lstm` or `est.layers.gru`, {_CELL}",
+    "tf.nn.rnn_cell.MultiRNNCell": "`est.layers.lstm` or `est.layers.gru` for each cell, of the last one's outputs",
     "tf.nn.rnn_cell.BasicLSTMCell": f"`est.layers.lstm(inputs, units)`, {_CELL}",
     "tf.nn.rnn_cell.DropoutWrapper": "`est.layers.dropout(x, rate)` of the inputs or outputs of a layer, where "
     "`rate` is `1 - keep_prob`",
@@ -230,6 +243,9 @@ NAMES = {
     "tf.clip_by_norm": "`est.nn.clip_by_norm(t, clip_norm)`",
     "tf.contrib.crf.crf_decode": "`est.nn.crf_decode(potentials, transition_params, sequence_length)`",
     "tf.contrib.crf.crf_log_likelihood": "`est.nn.crf_log_likelihood(inputs, tag_indices, sequence_lengths)`",
+    "tf.contrib.seq2seq": "`est.layers.lstm`, `est.layers.gru` and `est.nn.sequence_loss`; a decoder is a "
+    "`jax.lax.scan`",
+    "tf.contrib.seq2seq.AttentionWrapper": "`jax.nn.dot_product_attention`, in a decoder's `jax.lax.scan`",
     "tf.contrib.seq2seq.sequence_loss": "`est.nn.sequence_loss(logits, targets, weights)`",
     "tf.sequence_mask": "`est.nn.sequence_mask(lengths, maxlen)`, whose `maxlen` is an int, such as `x.shape[1]`",
     "tf.nn.atrous_conv2d": "`est.layers.conv2d(inputs, filters, kernel_size, dilation_rate=2)`",
@@ -238,6 +254,11 @@ NAMES = {
     "tf.nn.bias_add": "`jnp.add(x, b)`, or `x + b`",
     "tf.nn.bidirectional_dynamic_rnn": "`est.layers.bidirectional_lstm(inputs, units)` or "
     "`est.layers.bidirectional_gru`",
+    "tf.nn.conv1d": "`est.layers.conv1d(inputs, filters, kernel_size)`, or `jax.lax.conv_general_dilated` with "
+    "a kernel of your own",
+    "tf.nn.ctc_loss": "`optax.ctc_loss(logits, logit_paddings, labels, label_paddings)`, batch-major",
+    "tf.nn.nce_loss": f"`est.nn.sigmoid_cross_entropy_with_logits(labels, logits)` {_ALL_CLASSES}",
+    "tf.nn.sampled_softmax_loss": f"`est.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)` {_ALL_CLASSES}",
     "tf.nn.conv2d": "`jax.lax.conv_general_dilated(x, kernel, strides, 'SAME', dimension_numbers=('NHWC', 'HWIO', "
     "'NHWC'))`, with strides of height and width, or `est.layers.conv2d`",
     "tf.nn.dropout": "`est.layers.dropout(x, rate)`, where `rate` is `1 - keep_prob`",
@@ -269,13 +290,33 @@ NAMES = {
     "tf.app": "`absl.app`, by `from absl import app`",
     "tf.argmax": "`jnp.argmax(x, axis)`, or `x.argmax(axis)`",
     "tf.assign_sub": "`est.assign_add('name', -value)`",
+    "tf.boolean_mask": f"`jnp.where(mask, x, 0)`, or the `weights` of `est.losses` and `est.metrics`: {_MASK}",
+    "tf.cast": "`jnp.asarray(x, dtype)`, or `x.astype(dtype)`",
     "tf.cond": "`jax.lax.cond`",
+    "tf.confusion_matrix": "`jnp.zeros((n, n), jnp.int32).at[labels, predictions].add(1)`",
     "tf.constant_initializer": "`jax.nn.initializers.constant(value)`",
     "tf.contrib": "`replicate`, `est.layers`, `est.regularizers` and the heads in `est`, such as `est.MultiClassHead`",
     "tf.control_dependencies": "nothing: leave it out; update ops run by themselves, and "
     "`est.group(train_op, other)` makes one of several train_ops",
+    "tf.count_nonzero": "`jnp.count_nonzero(x)`",
+    "tf.dynamic_partition": f"`jnp.where(partitions == i, x, 0)` for each part: {_MASK}",
+    "tf.image": "`jax.image`, such as `jax.image.resize`; images are decoded and changed at random in input_fn",
+    "tf.map_fn": "`jax.lax.map`, or `jax.vmap`, which takes all rows at once",
     "tf.contrib.data.make_csv_dataset": "`est.inputs.csv_input_fn(file_pattern, batch_size)`, an input_fn",
     "tf.decode_csv": "`est.inputs.csv_input_fn(file_pattern, batch_size, column_names, record_defaults)`, an input_fn",
+    "tf.FixedLenFeature": "`est.io.FixedLenFeature(shape, np.float32)`",
+    "tf.FixedLenSequenceFeature": "`est.io.FixedLenSequenceFeature(shape, np.float32, allow_missing=True)`",
+    "tf.SparseTensorValue": "`est.io.SparseTensorValue`",
+    "tf.VarLenFeature": "`est.io.VarLenFeature(np.int64)`, or of `str`",
+    "tf.parse_example": "`est.io.parse_example(serialized, features)`, on the host",
+    "tf.parse_single_example": "`est.io.parse_single_example(serialized, features)`, on the host",
+    "tf.parse_single_sequence_example": "`est.io.parse_single_sequence_example(serialized, context, sequences)`",
+    "tf.python_io.TFRecordWriter": "`est.io.TFRecordWriter(path)`",
+    "tf.python_io.tf_record_iterator": "`est.io.tf_record_iterator(path)`",
+    "tf.train.Example": "`est.io.Example`",
+    "tf.train.SequenceExample": "`est.io.SequenceExample`",
+    "tf.contrib.data.make_batched_features_dataset": "`est.inputs.tfrecord_input_fn(pattern, features, batch_size)`",
+    "tf.data.TFRecordDataset": "`est.inputs.tfrecord_input_fn(pattern, features, batch_size)`, an input_fn",
     "tf.data": "any iterable of batches, a `tf.data.Dataset` too, which input_fn returns",
     "tf.data.Dataset.padded_batch": "`est.inputs.pad_batches(rows, batch_size=n)`, of an iterable of single rows",
     "tf.estimator": "`est` itself",
@@ -304,6 +345,8 @@ NAMES = {
     "tf.stop_gradient": "`jax.lax.stop_gradient`",
     "tf.string_to_hash_bucket_fast": _STRINGS,
     "tf.tables_initializer": "nothing: tables of strings are a part of input_fn",
+    "tf.to_float": "`jnp.asarray(x, jnp.float32)`, or `x.astype(jnp.float32)`",
+    "tf.to_int32": "`jnp.asarray(x, jnp.int32)`, or `x.astype(jnp.int32)`",
     "tf.truncated_normal_initializer": "`jax.nn.initializers.truncated_normal(stddev)`; TensorFlow's default is 1.0, "
     "jax's 0.01",
     "tf.uniform_unit_scaling_initializer": "`jax.nn.initializers.variance_scaling(1.0, 'fan_in', 'uniform')`",
@@ -315,12 +358,14 @@ NAMES = {
 """By TensorFlow's name, what to write here."""
 
 PARTS = {
+    "Reduction": ("tf.losses.Reduction.",),
     "estimator.layers": ("tf.layers.", "tf.contrib.layers.", "tf.keras.layers.", "tf.nn.rnn_cell."),
     "estimator.losses": ("tf.losses.",),
     "estimator.nn": ("tf.nn.",),
     "estimator.metrics": ("tf.metrics.",),
     "estimator.summary": ("tf.summary.",),
     "estimator.feature_column": ("tf.feature_column.",),
+    "estimator.io": ("tf.io.",),
     "estimator.export": ("tf.estimator.export.",),
     "Estimator": ("tf.estimator.Estimator.",),
     "RunConfig": ("tf.estimator.RunConfig.",),

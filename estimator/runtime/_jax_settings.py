@@ -1,16 +1,18 @@
-"""Carries what jax's context managers set, which holds in one thread only, over to another thread."""
+"""Settings of jax's context managers, which hold in one thread: carries them over to another, or leaves them out."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 import jax
 
 T = TypeVar("T")
+
+_END: Any = object()
 
 _SETTINGS = (
     "default_device",
@@ -20,6 +22,7 @@ _SETTINGS = (
     "numpy_dtype_promotion",
     "numpy_rank_promotion",
 )
+_GUARDS = ("transfer_guard_host_to_device", "transfer_guard_device_to_device", "transfer_guard_device_to_host")
 _DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
 _TRACED_FOR: Callable[[Any], tuple[object, ...]] = operator.attrgetter(
     *[f"jax_{name}" for name in _SETTINGS], *_DEBUGGING
@@ -32,13 +35,13 @@ def settings_of_this_thread() -> tuple[object, ...]:
 
 
 def debugging() -> bool:
-    """Says whether jax is to run operation by operation, or to find the one that makes a NaN: not within a loop."""
+    """Returns whether jax is to run operation by operation, or to find the one that makes a NaN: not within a loop."""
     return any(getattr(jax.config, name) for name in _DEBUGGING)
 
 
 def with_settings_of_this_thread(call: Callable[..., T]) -> Callable[..., T]:
     """Makes a function that calls `call` in any thread under the settings and context variables of this one."""
-    settings = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
+    settings = {name: getattr(jax.config, f"jax_{name}") for name in (*_SETTINGS, *_GUARDS)}
     context = contextvars.copy_context()
 
     def under_settings(*args: object) -> T:
@@ -49,3 +52,27 @@ def with_settings_of_this_thread(call: Callable[..., T]) -> Callable[..., T]:
             return call(*args)
 
     return lambda *args: context.run(under_settings, *args)
+
+
+@contextlib.contextmanager
+def without_mesh_and_guard() -> Iterator[None]:
+    """Sets no mesh within the block, and allows transfers: placements say where arrays are, and batches come from the
+    host."""
+    # Without a mesh nothing is set: jax traces again where a mesh is set, even if there is none in it.
+    is_set = not jax.sharding.get_abstract_mesh().empty
+    with jax.transfer_guard("allow"), jax.set_mesh(None) if is_set else contextlib.nullcontext():
+        yield
+
+
+def each_without_mesh_and_guard(items: Generator[T, None, None]) -> Iterator[T]:
+    """Yields the items, each made `without_mesh_and_guard`, which the caller does not see."""
+    try:
+        while True:
+            with without_mesh_and_guard():
+                item = next(items, _END)
+            if item is _END:
+                return
+            yield item
+    finally:
+        with without_mesh_and_guard():
+            items.close()

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 _HALF_AN_HOUR = 1800.0
+_ACTIONS = ("log", "end")
 _SLOWEST_STEPS = 10.0  # a step may take as many times the slowest one before it
 
 
@@ -16,7 +17,7 @@ class Limits:
     Processes work in step: where one hangs, the others wait for it in the same phase. When the limit of that phase has
     passed, each process logs what it does, for which other one it waits, and the stacks of its threads; then it ends,
     whatever it is in, and what has started the processes starts them again. A phase that is entered again, for the next
-    batch, step or checkpoint, has all of its time again.
+    batch, step or checkpoint, has all of its time again. `WatchdogHook` limits all phases alike, in one process too.
 
     >>> import estimator as est
     >>> est.RunConfig(limits=est.Limits(step=120, checkpoint=3600)).limits.step
@@ -31,10 +32,12 @@ class Limits:
       checkpoint: of writing a checkpoint.
       end: of the `end` of all hooks.
 
-    Each is a number of seconds, 1800 by default, or None: no limit.
+      action: what follows the report: "end", the end of all processes; "log", nothing.
+
+    Each limit is a number of seconds, 1800 by default. If None, there is no limit.
 
     Raises:
-      ValueError: one is not a positive number.
+      ValueError: one is not a positive number, or the action is unknown.
     """
 
     begin: float | None = _HALF_AN_HOUR
@@ -44,16 +47,16 @@ class Limits:
     hook: float | None = _HALF_AN_HOUR
     checkpoint: float | None = _HALF_AN_HOUR
     end: float | None = _HALF_AN_HOUR
+    action: str = "end"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name, value in self._by_phase().items():
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (is_number and 0 < value < math.inf):
                 raise ValueError(
-                    f"`{field.name}` of Limits should be a positive number of seconds, or None for no limit; "
-                    f"got {value!r}."
+                    f"`{name}` of Limits should be a positive number of seconds, or None for no limit; got {value!r}."
                 )
+        check_action("Limits", self.action)
 
     def secs(self, phase: str, slowest_step: float) -> float:
         """The limit of a phase, infinite if it has none.
@@ -68,5 +71,12 @@ class Limits:
 
     def shortest(self) -> float:
         """The shortest limit, infinite if there is none."""
-        values = [value for value in dataclasses.astuple(self) if value is not None]
-        return min(values, default=math.inf)
+        return min([value for value in self._by_phase().values() if value is not None], default=math.inf)
+
+    def _by_phase(self) -> dict[str, float | None]:
+        return {name: value for name, value in vars(self).items() if name != "action"}
+
+
+def check_action(caller: str, action: str) -> None:
+    if action not in _ACTIONS:
+        raise ValueError(f"action of {caller} must be one of {list(_ACTIONS)}; got {action!r}.")

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from estimator.runtime._interrupts import in_main_thread
 from estimator.runtime._jax_settings import with_settings_of_this_thread
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -31,20 +30,36 @@ _EXIT_CODE = 130  # of a process that Ctrl-C ended, as shells count
 _unfinished: list[Work] = []
 
 
+def in_main_thread() -> bool:
+    """Returns whether this is the thread in which Python runs handlers of signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
 class Work:
     """A call in a thread of its own, with the settings of jax of the thread that makes this object.
+
+    Args:
+      call: the call.
+      name: of the thread.
+      then: is called in the thread once `done` is set.
 
     Attributes:
       done: is set when the call has returned, or raised.
       thread: the thread; `start` it.
     """
 
-    def __init__(self, call: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        call: Callable[[], object],
+        name: str = "estimator-uninterrupted",
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
         self._call = with_settings_of_this_thread(call)
         self._result: object = None
         self._error: BaseException | None = None
+        self._then = then
         self.done = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="estimator-uninterrupted", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
         try:
@@ -53,6 +68,7 @@ class Work:
             self._error = error
         finally:
             self.done.set()
+            self._then()
 
     def result(self) -> object:
         """Returns what the call returned; or raises, once, what it raised."""
@@ -92,7 +108,7 @@ def shield(function: F) -> F:
 
 
 def give_up(work: Work) -> None:
-    """Notes that nobody waits any more for the work, which may still be unfinished when the process ends."""
+    """Records that nobody waits any more for the work, which may still be unfinished when the process ends."""
     if not work.done.is_set():
         _unfinished.append(work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -160,12 +161,20 @@ def join_gradients(
     of_taps: Mapping[str, Sequence[jax.Array]],
     rows: Mapping[str, Sequence[jax.Array]],
     tables: Mapping[str, jax.Array],
+    is_reached: Mapping[str, Sequence[bool]] | None = None,
 ) -> dict[str, IndexedSlices]:
-    """The gradients of tables from the gradients of their taps; several lookups one after the other."""
-    return {
-        name: IndexedSlices(jnp.concatenate(parts), jnp.concatenate(rows[name]), tables[name].shape)
-        for name, parts in of_taps.items()
-    }
+    """The gradients of tables from the gradients of their taps; several lookups one after the other.
+
+    Args:
+      is_reached: by table, the taps that count; by default all. A table without one is left out.
+    """
+    joined = {}
+    for name, parts in of_taps.items():
+        counts = [True] * len(parts) if is_reached is None else is_reached[name]
+        if any(counts):
+            values, indices = (list(itertools.compress(each, counts)) for each in (parts, rows[name]))
+            joined[name] = IndexedSlices(jnp.concatenate(values), jnp.concatenate(indices), tables[name].shape)
+    return joined
 
 
 def zero_gradients(frame: Frame, names: Iterable[str]) -> Variables:

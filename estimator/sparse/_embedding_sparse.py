@@ -61,11 +61,11 @@ def embedding_lookup_sparse(
         Or a `jax.experimental.sparse.BCOO` of shape `(batch, k)` whose stored entries are the ids, as the values of a
         `SparseTensor`: make it of values and indices, since `BCOO.fromdense` leaves out the id 0.
       weights: numbers, one for each id, in an array of the shape of the ids, or in a BCOO with the same indices: an
-        entry with another index has the weight NaN. None: all are 1.
+        entry with another index has the weight NaN. If None, all weights are 1.
       shape, dtype, initializer, partition: of the table, as for `est.embedding_lookup`.
       combiner: "sum", the weighted sum; "mean", the same divided by the sum of the weights; or "sqrtn", divided by the
         square root of the sum of their squares. TensorFlow's default is "mean", too.
-      max_norm: rows of a larger l2 norm are scaled down to it before they are combined; None: they stay.
+      max_norm: rows of a larger l2 norm are scaled down to it before they are combined; if None, they stay.
 
     Raises:
       TypeError: the ids are not integers, the name is not a string, or only one of ids and weights is sparse.

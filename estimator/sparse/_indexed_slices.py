@@ -105,7 +105,7 @@ class IndexedSlices:
             raise ValueError(
                 f"`{caller}` got IndexedSlices with values of shape {values}, {jnp.result_type(self.indices)} indices "
                 f"of shape {indices} and dense_shape {self.dense_shape}. The indices must be n integers, the values "
-                "of shape (n, *dense_shape[1:]). To change a sparse gradient, change its values alone: "
+                "of shape (n, *dense_shape[1:]). To change a sparse gradient, change only its values: "
                 "`dataclasses.replace(gradient, values=...)`."
             )
 

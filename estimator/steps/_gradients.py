@@ -12,13 +12,17 @@ import numpy as np
 
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import Frame, Writes, open_frame
-from estimator.core._train_op import GradientsNeeded
+from estimator.core._notes import Notes
+from estimator.core._train_op import GradientsNeeded, Update
 from estimator.core._typing import Forward, PyTree
 from estimator.optim import _loss_scale
 from estimator.optim._apply_updates import StepGradients
-from estimator.optim._gradient_calls import GradientCalls
+from estimator.optim._arguments import WHY_NO_GRADIENTS
+from estimator.optim._gradient_calls import GradientCalls, Reached
 from estimator.sparse._embedding import join_gradients, make_taps, put_taps, rows_by_table
+from estimator.steps._derivative import Derivative
 from estimator.steps._run_result import RunResult
+from estimator.variables._lookups import Lookups
 
 
 def run_model_fn(
@@ -56,7 +60,7 @@ class _Pass(NamedTuple):
     """Results of a forward pass other than its losses; a pytree.
 
     Attributes:
-      request: what stopped it; None: it came to its end, and has a spec.
+      request: what stopped it; None if it came to its end, and has a spec.
       spec, writes, denominators: as in `RunResult`.
       gradients: of the updates whose gradients the model_fn has given.
       rows: by table, the rows that were looked up.
@@ -68,14 +72,6 @@ class _Pass(NamedTuple):
     writes: Writes
     denominators: list[jax.Array]
     rows: dict[str, list[jax.Array]]
-
-
-class _Differentiated(NamedTuple):
-    """A pass together with the function that pulls cotangents of its losses back."""
-
-    done: _Pass
-    losses: list[jax.Array]
-    pull: Callable[[list[jax.Array]], tuple[dict[str, PyTree], dict[str, list[jax.Array]]]]
 
 
 class _Run:
@@ -110,6 +106,7 @@ class _Run:
         self._taps: dict[str, list[jax.Array]] = {}
         self._last_frame = frame
         self._differentiates = False
+        self._reached: set[str] = set()
 
     def result(self, differentiate: bool) -> RunResult:
         self._differentiates = differentiate
@@ -117,53 +114,61 @@ class _Run:
         # of which XLA merges the common parts.
         while True:
             if differentiate:
-                # One backward pass is for all losses of `minimize`: see `_gradients`.
-                backward = self._differentiate()
-                done = backward.done
+                derivative = self._differentiate()
+                done = derivative.other
             else:
                 # Without a derivative; only a pass that stops at `compute_gradients` is repeated with one.
                 _, done = self._forward(self._floating, {})
                 if done.request is not None:
-                    backward = self._differentiate()
+                    derivative = self._differentiate()
             if done.request is None:
                 break
-            self._known_gradients += (self._gradients(backward, 0, done.request.var_list, done.request.slots),)
+            self._known_gradients += (self._gradients(derivative, 0, done.request.var_list, done.request.slots),)
         spec = done.spec
         assert spec is not None  # a pass without a request has one
         if differentiate:
             for i, update in enumerate(done.gradients.select(spec.train_op)[1]):
-                done.gradients.by_slots[update.slots] = self._gradients(backward, i, update.var_list, update.slots)
+                gradients = self._gradients(derivative, i, update.var_list, update.slots)
+                if not gradients:
+                    raise _no_gradients(update)
+                done.gradients.by_slots[update.slots] = gradients
+        self._last_frame.declared.notes.get(Reached).names.update(self._reached)
         return RunResult(spec, done.gradients, done.writes, done.denominators, self._last_frame)
 
-    def _differentiate(self) -> _Differentiated:
+    def _differentiate(self) -> Derivative[_Pass]:
         while True:
             others = {name: value for name, value in self._floating.items() if name not in self._taps}
-            losses, pull, done = jax.vjp(self._forward, others, self._taps, has_aux=True)
+            derivative = Derivative(self._forward, (others, self._taps))
             taps = make_taps(self._last_frame)
             # The taps fit the lookups, except in a first pass, which has no taps yet.
-            if not losses or jax.tree.map(jnp.shape, taps) == jax.tree.map(jnp.shape, self._taps):
-                return _Differentiated(done, losses, pull)
+            if not derivative.losses or jax.tree.map(jnp.shape, taps) == jax.tree.map(jnp.shape, self._taps):
+                return derivative
             self._taps = taps
 
     def _gradients(
-        self, backward: _Differentiated, i: int, names: tuple[str, ...], slots: str | None
+        self, derivative: Derivative[_Pass], i: int, names: tuple[str, ...], slots: str | None
     ) -> dict[str, PyTree]:
-        """Of loss `i`, times `loss_scale`. With a `DynamicLossScale` in the optimizer's slots the backward pass runs
-        with that factor too, which is divided out again here."""
+        """Of loss `i`, times `loss_scale`, by the names that it depends on.
+
+        With a `DynamicLossScale` in the optimizer's slots the backward pass runs with that factor too, which is divided
+        out again here.
+        """
         dynamic = _loss_scale.current(self._frame.slots, slots)
-        fits = float(np.asarray(self._loss_scale).astype(backward.losses[i].dtype)) == self._loss_scale
-        scale = self._loss_scale if fits or backward.losses[i].dtype.itemsize >= 4 else 1.0
-        # Other losses have a cotangent of 0; XLA removes their part of the backward pass.
-        cotangents = [jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(backward.losses)]
+        loss = derivative.losses[i]
+        fits = float(np.asarray(self._loss_scale).astype(loss.dtype)) == self._loss_scale
+        scale = self._loss_scale if fits or loss.dtype.itemsize >= 4 else 1.0
+        cotangent = jnp.full((), scale, loss.dtype)
         if dynamic is not None:
-            cotangents[i] = _loss_scale.scale_by(cotangents[i], dynamic)
-        dense, of_taps = backward.pull(cotangents)
+            cotangent = _loss_scale.scale_by(cotangent, dynamic)
+        (dense, of_taps), (is_dense, is_tapped) = derivative.pull(i, cotangent)
         if dynamic is not None:
             dense, of_taps = _loss_scale.unscale_by((dense, of_taps), dynamic)
         if scale != self._loss_scale:  # a third, say, would be rounded to the bfloat16 of the loss
             dense, of_taps = jax.tree.map(lambda x: x * jnp.asarray(self._loss_scale, x.dtype), (dense, of_taps))
-        gradients = dense | join_gradients(of_taps, backward.done.rows, self._frame.variables)
-        return jax.tree.map(_ascending, {name: gradients[name] for name in names})
+        gradients = {name: gradient for name, gradient in dense.items() if any(jax.tree.leaves(is_dense[name]))}
+        gradients |= join_gradients(of_taps, derivative.other.rows, self._frame.variables, is_tapped)
+        self._reached.update(gradients)
+        return jax.tree.map(_ascending, {name: gradients[name] for name in names if name in gradients})
 
     def _forward(self, *trained: PyTree) -> tuple[list[jax.Array], _Pass]:
         """The forward pass as a pure function of what is differentiated: variables, and taps."""
@@ -193,12 +198,32 @@ class _Run:
             except GradientsNeeded as needed:
                 request = _Request(needed.var_list, needed.slots)
                 nothing = StepGradients(), Writes({}, {})
+                self._last_frame = self._without_values(frame)
                 return [needed.loss], _Pass(request, None, *nothing, frame.denominators, rows_by_table(frame))
         if frame.reported:  # beside what towers within this run have reported
             spec = dataclasses.replace(spec, reported={**spec.reported, **frame.reported})
         gradients, pending = frame.notes.get(StepGradients).select(spec.train_op)
         losses = [update.loss for update in pending if update.loss is not None and self._differentiates]
+        if self._differentiates:
+            self._last_frame = self._without_values(frame)
         return losses, _Pass(None, spec, gradients, frame.writes, frame.denominators, rows_by_table(frame))
+
+    def _without_values(self, frame: Frame) -> Frame:
+        """The frame of a pass that is differentiated, without what is known in this pass only."""
+        kept = dataclasses.replace(
+            frame, variables=self._frame.variables, notes=Notes(), writes=Writes({}, {}), denominators=[], reported={}
+        )
+        reads = frame.notes.get(Lookups)
+        kept.notes.get(Lookups).rows, kept.notes.get(Lookups).read_whole = reads.rows, reads.read_whole
+        return kept
+
+
+def _no_gradients(update: Update) -> ValueError:
+    call = f"`{type(update.optimizer).__name__}.minimize`"
+    return ValueError(
+        f"No gradients provided for any variable: the loss that {call} got (optimizer {update.optimizer.get_name()!r}) "
+        f"depends on none of {list(update.var_list)}. {WHY_NO_GRADIENTS}"
+    )
 
 
 def _ascending(gradient: jax.Array) -> jax.Array:

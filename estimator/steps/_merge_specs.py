@@ -29,14 +29,18 @@ class PerPart(NamedTuple):
     export_outputs: PyTree = None
     reported: dict[str, Report] = {}
 
-    def merge(self, parts: int) -> PerPart:
-        """The fields of the whole batch, from arrays with the parts as their first dimension."""
+    def merge(self, parts: int, are_towers: bool = True) -> PerPart:
+        """The fields of the whole batch, from arrays with the parts as their first dimension.
+
+        Args:
+          are_towers: whether the parts are towers, not the micro-batches of one.
+        """
         return PerPart(
             _concatenate(self.predictions),
             {name: merge_stacked(metric, parts) for name, metric in self.metrics.items()},
             _concatenate(self.export_outputs),
             # Stacked parts have equally many rows, so each counts the same.
-            merge_reports(unstack(self.reported, parts), [1] * parts),
+            merge_reports(unstack(self.reported, parts), [1] * parts, are_towers),
         )
 
     def join(self, summed: EstimatorSpec) -> EstimatorSpec:

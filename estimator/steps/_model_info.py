@@ -26,10 +26,11 @@ class ModelInfo:
       placement: where variables and batches go.
       pending: whether losses are left to differentiate.
       shardings: of the State; a prefix.
-      guard: what becomes of steps that are not made; None: all are.
-      compared_on: the device that runs the first batch in one tower, to compare the numbers; None: none does.
-      hooks: of its EstimatorSpec for this mode: for the chief alone, and for all.
+      guard: policy for steps that are not made; None if every step is.
+      compared_on: the device that runs the first batch in one tower, to compare the numbers, or None.
+      hooks: of its EstimatorSpec for this mode: for the chief only, and for all.
       trainable: the names of the variables that optimizers change by default.
+      trained: the names of those that optimizers change, in TRAIN.
       reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
       notes: of the features that it uses, about the model.
     """
@@ -42,12 +43,13 @@ class ModelInfo:
     compared_on: jax.Device | None
     hooks: tuple[Sequence[Hook], Sequence[Hook]]
     trainable: tuple[str, ...]
+    trained: tuple[str, ...]
     reported: dict[str, Report]
     notes: Notes
 
     @functools.cached_property
     def batch_devices(self) -> Set[jax.Device] | None:
-        """The devices that a batch goes to; None: where it is."""
+        """The devices that a batch goes to; None if it stays where it is."""
         # The devices do not depend on the number of rows: any will do.
         sharding = self.placement.batch(1)
         return None if sharding is None else sharding.device_set

@@ -13,8 +13,9 @@ from absl import logging
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._replica import Replica
 from estimator.core._typing import PyTree
-from estimator.steps._compiled_steps import Program
+from estimator.runtime._program import Program
 from estimator.steps._model_info import ModelInfo
+from estimator.steps._step_loops import compile_read
 
 _MOST_SHOWN = 8  # differences, in one warning
 
@@ -38,7 +39,7 @@ def compare_with_one_tower(
         return run
 
     # Forward only: gradients would cost a backward pass, and a wrong mean already shows in the loss.
-    got = info.placement.compile_read(values(False))(*batch)
+    got = compile_read(info, values(False))(*batch)
     want = Program(values(True))(*jax.device_put(batch, info.compared_on))
     lines = list(differences(_values(got), _values(want), "several towers", 1e-3, 1e-5))
     if lines:

@@ -13,7 +13,7 @@ from absl import logging
 
 from estimator.core._batch import check_batch
 from estimator.core._bcoo import constrain, has_sparse, per_step
-from estimator.core._estimator_spec import EstimatorSpec, train_op_of
+from estimator.core._estimator_spec import EstimatorSpec, loss_of, train_op_of
 from estimator.core._frame import Frame, open_frame
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
@@ -22,17 +22,25 @@ from estimator.core._placement import Halves, Placement
 from estimator.core._replica import Replica
 from estimator.core._state import State
 from estimator.core._train_op import StepReport, TrainOp
-from estimator.core._typing import Features, Labels, PyTree, Variables
+from estimator.core._typing import Features, Labels, PyTree, Slots, Variables
 from estimator.optim._apply_updates import At, StepGradients, apply_step
 from estimator.optim._clip import read_norms
+from estimator.optim._finite import update_if
+from estimator.optim._gradient_calls import Reached
 from estimator.optim._learning_rate import read_rates
-from estimator.optim._moving_average import Averages, check_averages_move, check_averages_read, variables_to_read
+from estimator.optim._moving_average import (
+    Averages,
+    begin_averages,
+    check_averages_move,
+    check_averages_read,
+    variables_to_read,
+)
 from estimator.optim._non_finite import SLOTS as SKIPPED_STEPS
 from estimator.optim._non_finite import NonFinite, count_skipped
-from estimator.steps._compiled_steps import Carry, carry_of, loop_over_all
-from estimator.steps._deferred_merge import Deferred, defer_fields, merge_deferred
+from estimator.runtime._linen_weights import watch_linen
 from estimator.steps._gradients import run_model_fn
 from estimator.steps._model_info import ModelInfo
+from estimator.steps._step_loops import Carry, carry_of, loop_over_all
 
 _ALONE = Replica()
 
@@ -52,6 +60,8 @@ class PureSteps:
 
     def __init__(self, call: ModelFn) -> None:
         self._call = call
+        self._has_named_unreached = False
+        self._has_named_untrained = False
         self.saw_sparse = False
 
     def init(
@@ -66,6 +76,7 @@ class PureSteps:
         if mode == ModeKeys.TRAIN:
             check_averages_move(train_op_of(spec), frame)
             _warn_of_lost_updates(train_op_of(spec), frame)
+            _warn_of_half_precision(loss_of(spec))
         state = State(frame.variables, frame.slots, step, key)
         like = jax.tree.map(_struct, state)
         like = like._replace(variables={name: like.variables[name] for name in frame.declared.trainable})  # jax sorts
@@ -79,6 +90,7 @@ class PureSteps:
             compared_on=frame.compared_on,
             hooks=_hooks(spec),
             trainable=tuple(name for name, is_trainable in frame.declared.trainable.items() if is_trainable),
+            trained=tuple({name: None for update in (spec.train_op or TrainOp()).updates for name in update.var_list}),
             # Only the kinds of what is reported: its values would be computed, and compiled, for nothing.
             reported=jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**spec.reported, **frame.reported}
@@ -106,7 +118,7 @@ class PureSteps:
             features, labels = constrain((features, labels), sharding)
         frame = Frame(
             mode,
-            variables_to_read(info.notes.get(Averages), mode, state.variables),
+            variables_in(mode, info, state.variables),
             state.slots,
             # The key depends on the step only: a run that resumes draws the same numbers as one without a stop.
             key=jax.random.fold_in(state.key, state.global_step),
@@ -114,20 +126,50 @@ class PureSteps:
             replica=replica,
         )
         differentiate = info.pending and not replica.forward_only
-        result = run_model_fn(lambda: self._call(features, labels, mode), frame, differentiate=differentiate)
-        spec = defer_fields(result.spec, result.frame.deferred)
-        return spec, result.gradients, result.writes.applied_to(state.variables)
+        with watch_linen() as untrained:
+            result = run_model_fn(lambda: self._call(features, labels, mode), frame, differentiate=differentiate)
+        if mode == ModeKeys.TRAIN:
+            self._name_untrained(untrained)
+        if not replica.forward_only:
+            self._name_unreached(info, result.frame.declared.notes.get(Reached))
+        return result.spec, result.gradients, result.writes.applied_to(state.variables)
+
+    def _name_untrained(self, modules: set[str]) -> None:
+        if modules and not self._has_named_untrained:
+            self._has_named_untrained = True
+            logging.warning(
+                "The model_fn calls `init` of the Flax modules %s and computes with its weights: they are not "
+                "variables, no optimizer trains them, and no checkpoint has them. Write "
+                "`net = est.flax_module(net, 'net')`, and `net(x)` instead of `init` and `apply`.",
+                sorted(modules),
+            )
+
+    def _name_unreached(self, info: ModelInfo, reached: Reached) -> None:
+        unreached = [name for name in info.trainable if name not in reached.names]
+        if reached.names and unreached and not self._has_named_unreached:
+            self._has_named_unreached = True
+            logging.warning(
+                "No loss depends on the trainable variables %s: they have no gradient, and stay as they are.", unreached
+            )
 
     def apply(
         self, state: State, train_op: TrainOp, gradients: StepGradients, written: Variables, at: At | None = None
     ) -> State:
         """The state after a step whose gradients are known."""
-        variables, slots = apply_step(train_op, gradients, written, state, at)
+
+        def update(before: tuple[Variables, Slots]) -> tuple[Variables, Slots]:
+            return apply_step(train_op, gradients, written, State(*before, *state[2:]), at)
+
+        # A condition for its branch: before another one, XLA on CPUs else copies variables and slots.
+        apart = state.global_step >= 0 if train_op.after else None
+        variables, slots = update_if(apart, update, state[:2], always=True)
         after = State(variables, slots, state.global_step + 1, state.key)
+        for change in train_op.after:
+            after = change(after)
         return count_skipped(gradients, state, after) if gradients.marks else after
 
     def train(self, info: ModelInfo, state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
-        """One step; what is merged only once per program is still `Deferred`."""
+        """One step; of one tower, where towers are mapped outside (`Placement.map_steps`)."""
 
         def compute_at(variables: Variables) -> tuple[TrainOp, StepGradients]:
             start = state._replace(variables=variables)
@@ -137,20 +179,29 @@ class PureSteps:
         # First the model_fn and its gradients, then the updates, then the report.
         spec, gradients, written = self.compute(info, state, features, labels, ModeKeys.TRAIN)
         after = self.apply(state, train_op_of(spec), gradients, written, compute_at)
-        return after, finish_spec(info.placement, spec, gradients.is_allowed(), after)
+        return after, finish_spec(spec, gradients.is_allowed(), after)
+
+    def train_step(
+        self, info: ModelInfo, state: State, features: Features, labels: Labels
+    ) -> tuple[State, EstimatorSpec]:
+        """One step of all towers."""
+        return info.placement.map_steps(functools.partial(self.train, info))(state, features, labels)
 
     def train_loop(
         self, info: ModelInfo, state: State, features: Features, labels: Labels
     ) -> tuple[State, EstimatorSpec]:
         """A step with each of the stacked batches."""
 
-        # The key stays out of the carry, and so out of what the loop copies from step to step.
-        def step(carry: Carry, features: Features, labels: Labels) -> tuple[Carry, EstimatorSpec]:
-            after, spec = self.train(info, State(*carry, state.key), features, labels)
-            return carry_of(after), spec
+        def loop(state: State, *batches: PyTree) -> tuple[State, EstimatorSpec]:
+            # The key stays out of the carry, and so out of what the loop copies from step to step.
+            def step(carry: Carry, features: Features, labels: Labels) -> tuple[Carry, EstimatorSpec]:
+                after, spec = self.train(info, State(*carry, state.key), features, labels)
+                return carry_of(after), spec
 
-        carry, specs = loop_over_all(step, carry_of(state), per_step((features, labels)))
-        return State(*carry, state.key), merge_deferred(specs, stacked=True)
+            carry, specs = loop_over_all(step, carry_of(state), batches)
+            return State(*carry, state.key), specs
+
+        return info.placement.map_steps(loop, stacked=True)(state, *per_step((features, labels)))
 
     def halves(self, info: ModelInfo) -> Halves:
         """The parts of `train`, for variables that are on devices of their own."""
@@ -158,7 +209,7 @@ class PureSteps:
         def compute(state: State, features: Features, labels: Labels) -> tuple[EstimatorSpec, StepGradients, Variables]:
             return self.compute(info, state, features, labels, ModeKeys.TRAIN)
 
-        return Halves(compute, self.apply, functools.partial(finish_spec, info.placement))
+        return Halves(compute, self.apply, finish_spec)
 
     def read(self, info: ModelInfo, mode: ModeKeys, state: State, features: Features, labels: Labels) -> EstimatorSpec:
         """Evaluation or prediction of a batch."""
@@ -176,30 +227,43 @@ def _warn_of_lost_updates(train_op: TrainOp, frame: Frame) -> None:
         )
 
 
-def finish_spec(placement: Placement, spec: EstimatorSpec, allowed: jax.Array | None, after: State) -> EstimatorSpec:
+def _warn_of_half_precision(loss: jax.Array) -> None:
+    if loss.dtype.itemsize < 4:
+        logging.warning(
+            "The loss is computed in %s, which keeps two or three digits. Cast what it is made of, "
+            "`logits.astype(jnp.float32)`, or use `est.losses`, which do.",
+            loss.dtype,
+        )
+
+
+def finish_spec(spec: EstimatorSpec, allowed: jax.Array | None, after: State) -> EstimatorSpec:
     """The spec of a step that was made, with a report in place of the train_op.
 
     Args:
-      allowed: whether its updates were made; None: nobody has looked.
+      allowed: whether its updates were made; None if nobody has looked.
     """
-    train_op = train_op_of(spec)
 
-    def report(values: dict[str, Any]) -> dict[str, Any]:
-        """Values in the slots; where each tower has its own, the first tower's, sent once per program."""
-        return {
-            name: value if value.ndim == 0 else Deferred(value, placement.first)
-            for name, value in values.items()
-            # A vector has a value of each tower only where towers have slots of their own; otherwise a user made it.
-            if value.ndim == 0 or train_op.slots
-        }
+    def scalars(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value.ndim == 0}
 
     return spec.replace_unchecked(
         train_op=StepReport(
             skipped=None if allowed is None else ~allowed,
-            learning_rates=report(read_rates(after.slots)),
-            gradient_norms=report(read_norms(after.slots)),
+            learning_rates=scalars(read_rates(after.slots)),
+            gradient_norms=scalars(read_norms(after.slots)),
+            optimizers=len(train_op_of(spec).updates),
         )
     )
+
+
+def variables_in(mode: ModeKeys, info: ModelInfo, variables: Variables) -> Variables:
+    """The variables as the model_fn reads them in a mode."""
+    return variables_to_read(info.notes.get(Averages), mode, variables)
+
+
+def with_given_values(info: ModelInfo, state: State, given: set[str]) -> State:
+    """A new state of which the variables with these names were given other values: what follows them begins again."""
+    return state._replace(variables=begin_averages(info.notes.get(Averages), state.variables, given))
 
 
 def check_modes(infos: Mapping[ModeKeys, ModelInfo]) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from estimator.core._typing import PyTree
+from estimator.steps._derivative import watch
 
 if TYPE_CHECKING:  # importing it imports Pallas
     from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -55,7 +56,7 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
 
     Args:
       fn: a function of pytrees of arrays that returns one.
-      segments: how many parts, at most; None: as many as seem to need the least memory.
+      segments: how many parts, at most; if None, as many as seem to need the least memory.
 
     Raises:
       TypeError: `fn` is not a function.
@@ -102,7 +103,7 @@ def _variables(atoms: Sequence[Any]) -> list[Var]:
 
 
 def _recompute(part: Callable[..., list[Any]]) -> Callable[[Sequence[Any]], list[Any]]:
-    """`part`, of which the backward pass has the inputs alone.
+    """`part`, of which the backward pass has only the inputs.
 
     Only inputs that are differentiated, and results of which a gradient comes, are gone through backwards, as without
     it: a zero times an infinite derivative would be NaN.
@@ -121,12 +122,15 @@ def _recompute(part: Callable[..., list[Any]]) -> Callable[[Sequence[Any]], list
         wanted = {i: ct for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero) and ct.size}
         moving, fixed = _once_more(kept, wanted) if wanted else kept
 
+        came_to: set[int] = set()
+
         def again(moving: dict[int, Any]) -> dict[int, Any]:
-            results = part(*[(moving | fixed)[i] for i in range(len(moving) + len(fixed))])
+            inputs = watch(moving, came_to) | fixed
+            results = part(*[inputs[i] for i in range(len(inputs))])
             return {i: results[i] for i in wanted}
 
         (gradients,) = jax.vjp(again, moving)[1](wanted)
-        return ([gradients.get(i) for i in range(len(moving) + len(fixed))],)
+        return ([gradients[i] if i in came_to else None for i in range(len(moving) + len(fixed))],)
 
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,12 +10,9 @@ import jax
 from estimator.core._estimator_spec import EstimatorSpec, train_op_of
 from estimator.core._frame import Frame, Writes
 from estimator.core._record import Rows
-from estimator.core._state import State
-from estimator.core._train_op import TrainOp
 from estimator.core._typing import Gradients, Slots, Variables
 from estimator.metrics._merge import merges_by_sum
-from estimator.optim._apply_updates import StepGradients, apply_step
-from estimator.optim._finite import update_if
+from estimator.optim._apply_updates import StepGradients
 from estimator.optim._reinitialize import reinitialize_slots
 from estimator.steps._merge_specs import PerPart
 
@@ -45,7 +41,9 @@ class RunResult(NamedTuple):
         """The gradients of each update, by name in the order of its variables."""
         # Out of a compiled function a dict comes sorted by its keys; `var_list` still has the order of the variables.
         values, updates = self.gradients.by_slots, train_op_of(self.spec).updates
-        return [{name: values[update.slots][name] for name in update.var_list} for update in updates]
+        return [
+            {n: values[update.slots][n] for n in update.var_list if n in values[update.slots]} for update in updates
+        ]
 
     def scale(self, share: float) -> RunResult:
         """With the part's share of the merged losses, so that the sum over parts is the merged loss."""
@@ -106,26 +104,6 @@ class RunResult(NamedTuple):
                     f"a {part} of {rows} examples. Record its elements one by one, or show it by "
                     "`est.summary.histogram`."
                 )
-
-    def apply_updates(self, start: State, at: Callable[[Variables], RunResult]) -> tuple[Variables, Slots]:
-        """The variables and slots after the step that this is a run of, where it is taken within another program.
-
-        Args:
-          start: the state at the beginning of the step.
-          at: the run at other values of the variables; for optimizers that ask.
-        """
-        written = self.writes.applied_to(start.variables)
-
-        def ask(variables: Variables) -> tuple[TrainOp, StepGradients]:
-            other = at(variables)
-            return train_op_of(other.spec), other.gradients
-
-        def update(before: tuple[Variables, Slots]) -> tuple[Variables, Slots]:
-            state = start._replace(variables=before[0], slots=before[1])
-            return apply_step(train_op_of(self.spec), self.gradients, written, state, ask)
-
-        # A condition for its branch: with that, XLA on CPUs copies no variable and no slot (else as many as there are).
-        return update_if(start.global_step >= 0, update, (start.variables, start.slots), always=True)
 
     def with_new_slots(self, slots: Slots, variables: Variables) -> Slots:
         """The slots with all that belongs to variables initialized again; learning rates and schedules continue."""

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from estimator.core._frame import Frame, current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import PyTree
+from estimator.runtime._program import Program
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._variables import list_names, read, resolve
 
@@ -55,7 +56,7 @@ def sync_variables(
     devices, is a part of reading a checkpoint here.
 
     Args:
-      names: of variables: in a model_fn looked up in the current scope, then as full names. None: all non-trainable
+      names: of variables: in a model_fn looked up in the current scope, then as full names. If None, all non-trainable
         ones got so far in this run; in a hook, all variables and slots.
       how: "first" or "mean". With no names, integers, which have no mean, are always taken from the first.
       context: what the hook got.
@@ -122,7 +123,7 @@ def _has_mean(value: PyTree) -> bool:
 
 
 def _same_everywhere(tree: PyTree, how: str) -> PyTree:
-    """Arrays of which all devices that have a copy of a part have the same."""
+    """Arrays with the same copy on all devices that have a part."""
     leaves, structure = jax.tree.flatten(tree)
     stacked = {i: copies for i, leaf in enumerate(leaves) if (copies := _copies(leaf)) is not None}
     if stacked:
@@ -133,9 +134,9 @@ def _same_everywhere(tree: PyTree, how: str) -> PyTree:
 
 
 def _copies(array: jax.Array) -> jax.Array | None:
-    """The copies of an array, as one that has them along a new first dimension; None if there is one alone."""
+    """The copies of an array, as one that has them along a new first dimension; None if there is only one."""
     sharding = array.sharding
-    # Placements without a mesh keep an array on one device alone.
+    # Placements without a mesh keep an array on only one device.
     if not isinstance(sharding, NamedSharding):
         return None
     cut = set(jax.tree.leaves(tuple(sharding.spec)))
@@ -156,4 +157,4 @@ def _merge(how: str, shardings: tuple[NamedSharding, ...]) -> Any:
         means = [how == "mean" and jnp.issubdtype(x.dtype, jnp.inexact) for x in copies]
         return [x.mean(0) if mean else x[0] for x, mean in zip(copies, means, strict=True)]
 
-    return jax.jit(merge_copies, out_shardings=list(shardings))
+    return Program(merge_copies, out_shardings=list(shardings))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from estimator.core._batch import abstract, call_with_batch_errors, check_batch
 from estimator.core._bcoo import pad_sparse, per_step
@@ -19,10 +20,10 @@ from estimator.core._state import State
 from estimator.core._typing import Features, Labels, PyTree, Variables
 from estimator.inputs._batch_values import copy_batch, stack_batches
 from estimator.multihost._global_arrays import put
-from estimator.steps._compiled_steps import Program
-from estimator.steps._deferred_merge import merge_deferred
+from estimator.runtime._program import Program, trace_once
 from estimator.steps._model_info import ModelInfo
 from estimator.steps._pure_steps import PureSteps, check_modes
+from estimator.steps._step_loops import compile_read
 from estimator.variables._initial_value import InitialValues
 
 
@@ -34,11 +35,6 @@ class _Init(Protocol):
         labels: Labels = None,
         mode: str = ModeKeys.TRAIN,
     ) -> State: ...
-
-
-T = TypeVar("T")
-
-_TrainProgram = Callable[[State, PyTree, PyTree], tuple[State, EstimatorSpec]]
 
 
 class _TrainStep(Protocol):
@@ -66,10 +62,12 @@ class Model(NamedTuple):
         the arrays of the spec have `steps` as their first dimension. In the pair, a BCOO has it as a batch dimension.
       abstract_init: the State that `init` returns for such a batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
-      inner_step, info, compare: for the Estimator, and not public. `inner_step` is a `train_step` for a loop: what
-        towers merge only once per program is still `Deferred` in the spec. `info` returns the `ModelInfo`, from the
-        arguments of `abstract_init`. `compare` is the check of `replicate_model_fn(check=True)` at the first call:
-        `(mode, state, features, labels)`.
+      inner_steps, inner_read, info, compare: for the Estimator, and not public. `inner_steps`, `(run, state, features,
+        labels, *bounds, stacked=False)`, calls `run(step, state, features, labels, *bounds)` as a part of another
+        program, if the placement allows it; `step` is a `train_step`, and `run` returns what `Placement.map_steps`
+        takes. `inner_read`, `(mode, state, features, labels=None)`, is an `eval_step` or `predict_step` of that kind.
+        `info` returns the `ModelInfo`, from the arguments of `abstract_init`. `compare` is the check of
+        `replicate_model_fn(check=True)` at the first call: `(mode, state, features, labels)`.
     """
 
     init: _Init
@@ -77,7 +75,8 @@ class Model(NamedTuple):
     eval_step: _EvalStep
     predict_step: Callable[[State, PyTree], EstimatorSpec]
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
-    inner_step: _TrainStep
+    inner_steps: Callable[..., tuple[State, Any]]
+    inner_read: Callable[..., EstimatorSpec]
     abstract_init: Callable[..., State]
     info: Callable[..., ModelInfo]
     compare: Callable[..., None]
@@ -115,7 +114,8 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         eval_step=steps.eval_step,
         predict_step=steps.predict_step,
         train_loop=steps.train_loop,
-        inner_step=steps.inner_step,
+        inner_steps=steps.inner_steps,
+        inner_read=steps.inner_read,
         abstract_init=steps.abstract_init,
         info=steps.info,
         compare=steps.compare,
@@ -183,17 +183,26 @@ class _Steps:
     def train_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
         step = self._compiled.get("train_step")
         if step is None:
-            info = self.info(features, labels)
-            step = self._compile("train_step", lambda *args: merge_deferred(self._pure.train(*args)), info)
+            self.info(features, labels)
+            step = self._compile_training("train_step", self._pure.train_step)
             # Before the step, which may donate the state.
             self.compare(ModeKeys.TRAIN, state, features, labels)
         return self._train(step, state, features, labels)
 
-    def inner_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
-        step = self._compiled.get("inner_step")
-        if step is None:
-            step = self._compile("inner_step", self._pure.train, self.info(features, labels))
-        return self._train(step, state, features, labels)
+    def inner_steps(self, run: Callable[..., Any], *args: Any, stacked: bool = False) -> tuple[State, Any]:
+        info = self._infos[ModeKeys.TRAIN]
+        if not info.is_one_program:
+            return run(self.train_step, *args)
+        if "inner step" not in self._compiled:
+            self._compiled["inner step"] = trace_once(functools.partial(self._pure.train, info))
+        return info.placement.map_steps(functools.partial(run, self._compiled["inner step"]), stacked)(*args)
+
+    def inner_read(self, mode: ModeKeys, state: State, features: Features, labels: Labels = None) -> EstimatorSpec:
+        name = f"inner {mode}"
+        if name not in self._compiled:
+            info = self.info(features, labels, mode)
+            self._compiled[name] = trace_once(functools.partial(self._pure.read, info, mode))
+        return self._compiled[name](state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
         features, labels = stack_batches(batches)
@@ -201,27 +210,40 @@ class _Steps:
         if loop is None:
             first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
             info = self.info(*first)
-            loop = self._compile("train_loop", self._pure.train_loop, info, stacked=True)
+            loop = self._compile_training("train_loop", self._pure.train_loop)
             # `compare` asks the same, but by then its argument, a slice of each array, would have been made.
             if info.compared_on is not None:
                 self.compare(ModeKeys.TRAIN, state, *jax.tree.map(lambda x: x[0], per_step((features, labels))))
-        return self._train(loop, state, features, labels)
+        return self._train(loop, state, features, labels, stacked=True)
 
-    def _compile(self, name: str, step: Callable[..., Any], info: ModelInfo, stacked: bool = False) -> _TrainProgram:
-        compiled = info.placement.compile_loop if stacked else info.placement.compile_step
-        program = compiled(functools.partial(step, info), self._pure.halves(info), info.like, self._donate)
+    def _compile_training(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The program of `run`, `(info, state, features, labels) -> (state, spec)`; or several, if the variables are on
+        other devices than the model_fn."""
+        info = self._infos[ModeKeys.TRAIN]
+        split = info.placement.split_step(self._pure.halves(info), info.like, self._donate)
+        if split is not None:
+            program = functools.partial(_step_by_step, split) if name == "train_loop" else split
+        else:
+            program = Program(
+                functools.partial(run, info),
+                self._donate,
+                # A batch stays where the caller has it; `PureSteps.compute` constrains it within the program.
+                in_shardings=(info.shardings, None, None),
+                # The state comes out as it goes in: its memory can be reused, and the next call needs no other program.
+                out_shardings=(info.shardings, None),
+            )
         self._compiled[name] = program
         return program
 
     def _train(
-        self, step: _TrainProgram, state: State, features: Features, labels: Labels
+        self, step: Callable[..., Any], state: State, features: Features, labels: Labels, stacked: bool = False
     ) -> tuple[State, EstimatorSpec]:
         """Runs steps under the guard of the model_fn, unless the caller traces: who then has to look itself."""
         info = self._infos[ModeKeys.TRAIN]
         guard = None if isinstance(state.global_step, jax.core.Tracer) else info.guard
         if guard is not None:
             state = guard.before_step(state)
-        after, spec = self._call(step, info, state, features, labels)
+        after, spec = self._call(step, info, state, features, labels, stacked)
         if guard is not None:
             guard.after_step(after)
         return after, spec
@@ -236,14 +258,24 @@ class _Steps:
         step = self._compiled.get(mode)
         if step is None:
             info = self.info(features, labels, mode)
-            step = self._compiled[mode] = info.placement.compile_read(functools.partial(self._pure.read, info, mode))
+            step = self._compiled[mode] = compile_read(info, functools.partial(self._pure.read, info, mode))
             self.compare(mode, state, features, labels)
         return self._call(step, self._infos[mode], state, features, labels)
 
-    def _call(self, step: Callable[..., T], info: ModelInfo, state: State, features: Features, labels: Labels) -> T:
+    def _call(
+        self,
+        step: Callable[..., Any],
+        info: ModelInfo,
+        state: State,
+        features: Features,
+        labels: Labels,
+        stacked: bool = False,
+    ) -> Any:
         features, labels = copy_batch(features, labels, info.batch_devices)
         if self._pure.saw_sparse:
             features, labels = pad_sparse((features, labels))
+        if info.placement.spans_processes:  # each has some rows
+            features, labels = info.placement.from_processes((features, labels), stacked)
         return call_with_batch_errors(step, features, labels, state, features, labels)
 
     def compare(self, mode: ModeKeys, state: State, features: Features, labels: Labels = None) -> None:
@@ -257,3 +289,16 @@ class _Steps:
             return self._pure.compute(info, *batch, mode, replica)[0]  # type: ignore[call-arg]
 
         compare_with_one_tower(forward, info, mode, (state, *copy_batch(features, labels, info.batch_devices)))
+
+
+def _step_by_step(
+    step: Callable[..., tuple[State, EstimatorSpec]], state: State, features: Features, labels: Labels
+) -> tuple[State, EstimatorSpec]:
+    """Makes a step with each of the stacked batches, one after the other."""
+    specs = []
+    batches = per_step((features, labels))
+    # Sparse leaves say the shape of one step by now, but their arrays have all steps, like dense leaves.
+    for i in range(len(jax.tree.leaves(batches)[0])):
+        state, spec = step(state, *jax.tree.map(lambda x, i=i: x[i], batches))
+        specs.append(spec)
+    return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *specs)

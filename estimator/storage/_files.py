@@ -10,18 +10,24 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 try:
     import fcntl
 except ImportError:  # not POSIX
     fcntl = None  # type: ignore[assignment]
 
+from estimator.runtime._extras import install
+
 if TYPE_CHECKING:
     import fsspec
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by the protocol of a URL
+MISSING = (FileNotFoundError, NotADirectoryError)
+_DAMAGES = {"ELOOP", "EIO", "ESTALE", "EINVAL", "ENXIO", "ENAMETOOLONG", "EBADMSG", "EUCLEAN"}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF}
 
 
@@ -44,8 +50,8 @@ def store_of(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         return fsspec.core.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
-        how = f"pip install 'replicate-model-fn[{extra}]'" if extra else "install the package that fsspec names"
-        raise ImportError(f"{url!r} is in a store that needs another package: {how}. ({error})") from error
+        how = install(extra) if extra else "Install the package that fsspec names"
+        raise ImportError(f"{url!r} is in a store that needs another package. {how}. ({error})") from error
     except ValueError as error:
         raise ValueError(
             f"{url!r} is neither a local path nor a URL that fsspec knows, such as 's3://bucket/run': {error}"
@@ -96,16 +102,31 @@ def list_dir(path: str) -> list[str]:
 
 
 def files_in(path: str) -> dict[str, int]:
-    """The sizes of the files in a directory and those below it, by their names from there."""
+    """The sizes of the files in a directory and those below it, by their names from there; -1 of what is not a regular
+    file, such as a pipe."""
     if not is_url(path):
-        sizes, start = {}, len(os.path.join(path, ""))
-        for file in (os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names):
-            with contextlib.suppress(FileNotFoundError):  # another process has renamed or removed it since the listing
-                sizes[file[start:].replace(os.sep, "/")] = os.path.getsize(file)
-        return sizes
+        start = len(os.path.join(path, ""))
+        return {
+            file[start:].replace(os.sep, "/"): x.st_size if x and stat.S_ISREG(x.st_mode) else -1
+            for file, x in _stats(path)
+        }
     store, base = store_of(path)
     infos: dict[str, Any] = store.find(base, detail=True)
     return {name[len(base) :].lstrip("/"): info["size"] for name, info in infos.items()}
+
+
+def _stats(directory: str) -> Iterator[tuple[str, os.stat_result | None]]:
+    """Yields what is known of each local file below a directory; None of one that cannot be reached, as a link to
+    itself."""
+    for file in (os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names):
+        try:
+            yield file, os.stat(file)
+        except FileNotFoundError:  # another process has renamed or removed it since the listing
+            continue
+        except OSError as error:
+            if not is_damage(error):
+                raise
+            yield file, None
 
 
 def version_of(directory: str) -> object:
@@ -113,17 +134,38 @@ def version_of(directory: str) -> object:
     if is_url(directory):
         store, base = store_of(directory)
         return repr(sorted(store.find(base, detail=True).items()))
-    version = {}
-    for file in (os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names):
-        with contextlib.suppress(FileNotFoundError):
-            stat = os.stat(file)
-            version[file] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
-    return version
+    return {file: x and (x.st_size, x.st_mtime_ns, x.st_ctime_ns, x.st_ino) for file, x in _stats(directory)}
+
+
+def is_damage(error: OSError) -> bool:
+    """Returns whether an error is of the file that was to be read, and not of permissions, memory or the network."""
+    # Errors of a store may have no number.
+    return isinstance(error, (*MISSING, IsADirectoryError)) or errno.errorcode.get(error.errno or 0) in _DAMAGES
+
+
+def is_inside(name: object) -> bool:
+    """Returns whether a name that was read from a file names something in a folder, and nothing outside of it."""
+    if not isinstance(name, str) or name in ("", ".") or "\0" in name:
+        return False
+    return not os.path.isabs(name) and os.pardir not in name.replace(os.sep, "/").split("/")
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Opens a local file for reading. Anything but a regular file, such as a pipe, is an error: it may have no end."""
+
+    def open_at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its other end
+
+    file = open(path, "rb", opener=open_at_once)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "It is not a regular file", path)
+    return file
 
 
 def read(path: str) -> bytes:
     if not is_url(path):
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return file.read()
     store, name = store_of(path)
     return store.cat_file(name)
@@ -145,9 +187,11 @@ def write(path: str, contents: bytes) -> None:
         # machine at any time leaves the old file or the new one.
         os.replace(new, path)
         _sync(os.path.dirname(os.path.abspath(path)))
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.remove(new)
+        if isinstance(error, OSError):
+            error.filename = path  # which that of a full disk lacks
         raise
 
 
@@ -202,19 +246,19 @@ def remove_dir(path: str) -> None:
     store.rm(name, recursive=True)
 
 
-def lock_if_possible(file: int, exclusive: bool) -> str | None:
+def lock_if_possible(file: int, exclusive: bool, wait: bool = False) -> str | None:
     """Locks an open file until it is closed here and in child processes; returns the reason if there are no locks.
 
-    It waits for a lock that is not exclusive.
+    It waits for a lock that is not exclusive, and, if `wait`, for any.
 
     Raises:
-      BlockingIOError: `exclusive`, and somebody else has a lock.
+      BlockingIOError: `exclusive`, not `wait`, and somebody else has a lock.
     """
     if fcntl is None:
         return "the system has no file locks"
     try:
         # The operating system releases the lock when the process ends, also if it is killed.
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB) if exclusive else fcntl.LOCK_SH)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -1,4 +1,4 @@
-"""Folders of a store, of which programs that know local files only see copies."""
+"""Folders of a store; programs that only know local files see copies of them."""
 
 from __future__ import annotations
 

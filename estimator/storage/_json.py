@@ -11,6 +11,14 @@ from typing import Any
 
 import numpy as np
 
+NOT_JSON = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)  # of a text that is not what was encoded
+
 _BYTES = "__bytes__"
 _ARRAY = "__array__"
 

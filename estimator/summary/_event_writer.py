@@ -6,8 +6,8 @@ import contextlib
 import errno
 import math
 import os
+import re
 import socket
-import struct
 import threading
 import time
 import uuid
@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from io import FileIO
 from typing import TYPE_CHECKING, Any
 
-import google_crc32c
 import jax
 import numpy as np
 from absl import logging
 
 from estimator.core._record import Histogram, bucket_limits
+from estimator.io._records import frame_record
 from estimator.storage._files import exists, is_url, list_dir
 from estimator.storage._folders import WorkingFolder
 from estimator.summary._history import COLUMNS, HISTORY, cut_history, history_line
@@ -195,7 +195,8 @@ class EventWriter:
         now = time.time_ns()
         begin = [Event(step=self._first, session_log=SessionLog(status=SessionLog.START))]
         if own is None or not exists(os.path.join(folder.path, own)):
-            own = f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}{_suffix()}"
+            second = _next_second(self._path, now // 10**9)
+            own = f"events.out.tfevents.{second}.{socket.gethostname()}.{now}{_suffix()}"
             begin.insert(0, Event(file_version="brain.Event:2"))
         for event in begin:
             event.wall_time = now / 1e9
@@ -239,6 +240,12 @@ def _own_event_file(directory: str) -> str | None:
     return names[-1] if names and names[-1].endswith(_suffix()) else None
 
 
+def _next_second(directory: str, now: int) -> int:
+    """The second in the name of a new event file: after other files, although the clock may be set back."""
+    seconds = [int(m[1]) for m in map(re.compile(r".*\.tfevents\.(\d{,12})\..*").fullmatch, list_dir(directory)) if m]
+    return max([now, *(second + 1 for second in seconds)])
+
+
 def check_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Checks that values can be written; numbers of numpy and jax become Python's.
 
@@ -274,15 +281,7 @@ def _append(file: FileIO, data: bytes) -> None:
 
 
 def _record(event: Event) -> bytes:
-    """An event in the framing of TensorFlow's record files: lengths and checksums around it."""
-    data = event.SerializeToString()
-    length = struct.pack("<Q", len(data))
-    return length + _masked_sum(length) + data + _masked_sum(data)
-
-
-def _masked_sum(data: bytes) -> bytes:
-    crc = google_crc32c.value(data)  # tensorboardX's own, in Python, takes longer than to write the file
-    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+    return frame_record(event.SerializeToString())
 
 
 def _event(step: int, walltime: float, values: Mapping[str, Any]) -> Event:

@@ -10,12 +10,13 @@ from typing import Any
 
 from absl import logging
 
-from estimator.storage._files import exists, expand, read, write
+from estimator.storage._files import exists, expand, open_regular, read, write
+from estimator.storage._json import NOT_JSON
 
 HISTORY = "history.jsonl"
 COLUMNS = {"step", "time"}  # of a line, beside the tags
 
-_DAMAGES = (ValueError, OverflowError, AttributeError, KeyError)  # of a line
+_DAMAGES = (*NOT_JSON, OverflowError)  # of a line
 _END = 10_000  # bytes of a history
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
@@ -119,7 +120,7 @@ def _cut_end(path: str, first: int) -> list[dict[str, Any]] | None:
     the end is torn or damaged, or there is more to cut."""
     # A long history would delay each start, and so would a copy of it, which has to be on the disk to replace it.
     size = os.path.getsize(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, size - _END))
         *lines, torn = file.read().split(b"\n")
     rows: list[dict[str, Any]] = []

@@ -7,11 +7,22 @@ import math
 import os
 from typing import Any
 
-from estimator.storage._files import exists, is_url, list_dir, write
+from estimator.runtime._extras import import_extra
+from estimator.storage._files import exists, is_url, list_dir, read, write
 from estimator.summary._history import HISTORY, read_history
 
 _WIDTH, _HEIGHT = 5.0, 3.5  # of a panel, in inches
 _COLUMNS = 3
+
+
+class PicturePath(str):
+    """The path of a picture, which a notebook shows."""
+
+    def _repr_png_(self) -> bytes | None:
+        return read(self) if self.endswith(".png") else None
+
+    def _repr_svg_(self) -> str | None:
+        return read(self).decode() if self.endswith(".svg") else None
 
 
 def plot_history(model_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:
@@ -25,26 +36,21 @@ def plot_history(model_dir: str | os.PathLike[str], path: str | os.PathLike[str]
       path: of the picture, which matplotlib takes the format of; default: `history.png` in the model_dir.
 
     Returns:
-      The path.
+      The path. Where a cell of a notebook ends with it, the picture is shown.
 
     Raises:
       ImportError: matplotlib is not installed.
       FileNotFoundError: neither the model_dir nor one of its eval_dirs has a history.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "`est.plot_history` needs matplotlib. Install it: pip install 'replicate-model-fn[plot]'."
-        ) from error
+    Figure = import_extra("est.plot_history", "matplotlib.figure", "plot").Figure
+    canvas = import_extra("est.plot_history", "matplotlib.backends.backend_agg", "plot").FigureCanvasAgg
     runs = _histories(os.fspath(model_dir))
     known = {tag for rows in runs.values() for row in rows for tag in row} - {"step", "time"}
     tags = sorted(known, key=lambda tag: (tag != "loss", tag))
     columns = min(len(tags), _COLUMNS)
     lines = math.ceil(len(tags) / columns)
     figure = Figure((_WIDTH * columns, _HEIGHT * lines), layout="constrained")
-    FigureCanvasAgg(figure)
+    canvas(figure)
     panels = figure.subplots(lines, columns, squeeze=False).flat
     for tag, panel in zip(tags, panels, strict=False):
         for i, (name, rows) in enumerate(runs.items()):
@@ -63,7 +69,7 @@ def plot_history(model_dir: str | os.PathLike[str], path: str | os.PathLike[str]
         write(chosen, picture.getvalue())
     else:
         figure.savefig(chosen)
-    return chosen
+    return PicturePath(chosen)
 
 
 def _histories(model_dir: str) -> dict[str, list[dict[str, Any]]]:

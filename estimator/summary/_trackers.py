@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,10 +14,13 @@ import numpy as np
 from absl import logging
 
 from estimator.core._run_config import RunConfig
-from estimator.storage._files import exists, is_url, read, write
+from estimator.storage._files import is_url, read, write
+from estimator.storage._small_files import read_or_set_aside
 from estimator.summary._event_writer import as_uint8, check_values
 
 RUN_ID = "run_id.txt"  # in the model_dir
+_MOST_KEPT = 1000  # steps that a tracker could not write, which may have images
+_SECRET = re.compile("password|token|secret|key", re.IGNORECASE)  # in the name of a text; a number is not secret
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +33,9 @@ class Run:
       model_dir: of the Estimator.
       name: "" of a training run; "eval" or "eval_<name>" of an evaluation.
       first, last: the steps that it may write. A run that resumes repeats steps, and those from `first` on that are
-        there already count no more.
+        there already are replaced.
       settings: the fields of the `RunConfig` as "config/seed", and the params as "params/learning_rate"; a value that
-        JSON does not know is its `repr`.
+        JSON does not know is its `repr`. A text is "***" where its name has "password", "token", "secret" or "key".
     """
 
     id: str
@@ -54,7 +58,7 @@ class Run:
 
 class Writer(Protocol):
     """The recorder of one run, which `Tracker.open` returns. Errors of its methods are lines in the log: they do not
-    end the run."""
+    end the run. What `write` did not take it gets again later, with the values after them."""
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
         """Writes values.
@@ -96,25 +100,30 @@ class Tracker(Protocol):
 
     def open(self, run: Run) -> Writer:
         """Called in process 0 before the first step of a training run, and before an evaluation, which may be within
-        the training run. An error that it raises ends the run."""
+        the training run. An error that it raises ends a training run; of an evaluation it is a line in the log, and the
+        evaluation continues without the tracker."""
 
 
 class TrackedEvents:
     """Writes to the event file of a run, and to its trackers.
 
     Raises:
-      Exception: of a tracker that cannot open; the others are closed.
+      Exception: of a tracker that cannot open for a training run; the others are closed.
     """
 
     def __init__(self, events: Writer, trackers: Sequence[Tracker], run: Run) -> None:
         self._events = events
         self._writers: list[_Guarded] = []
-        try:
-            for tracker in trackers:
-                self._writers.append(_Guarded(type(tracker).__name__, tracker.open(run)))
-        except BaseException as error:
-            self.close(error)
-            raise
+        for tracker in trackers:
+            name = type(tracker).__name__
+            try:
+                self._writers.append(_Guarded(name, tracker.open(run)))
+            except BaseException as error:
+                if run.name and isinstance(error, Exception):  # an evaluation, maybe within a training run
+                    logging.error("%s.open failed: %r. %s continues without it.", name, error, run.name)
+                    continue
+                self.close(error)
+                raise
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
         checked = check_values(values)
@@ -132,31 +141,50 @@ class TrackedEvents:
 
 
 class _Guarded:
-    """A writer whose errors are lines in the log: a run is worth more."""
+    """A writer whose errors are lines in the log: a run is worth more. What it cannot write, as to a server that is
+    away, is kept and written later."""
 
     def __init__(self, name: str, writer: Writer) -> None:
         self._name, self._writer = name, writer
-        self._errors: list[Exception] = []
+        self._kept: list[tuple[int, float, Mapping[str, Any]]] = []
+        self._lost: set[int] = set()  # steps
+        self._error: Exception | None = None
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
-        self._call("write", step, walltime, values)
+        self._kept.append((step, walltime, values))
+        self._write_kept()
+        if len(self._kept) > _MOST_KEPT:
+            self._lost.add(self._kept.pop(0)[0])
+
+    def _write_kept(self) -> None:
+        while self._kept:
+            if not self._call("write", *self._kept[0]):
+                if len(self._kept) == 1 or not self._call("write", *self._kept[-1]):
+                    return
+                del self._kept[-1]  # it is written, so that something is wrong with the first one
+                self._lost.add(self._kept[0][0])
+            del self._kept[0]
 
     def flush(self) -> None:
         self._call("flush")
 
     def close(self, error: BaseException | None = None) -> None:
-        self._call("close", error)
-        if self._errors:
-            count, last = len(self._errors), self._errors[-1]
-            logging.error("%s lacks values of the run: %d of its calls failed, the last: %r.", self._name, count, last)
+        self._write_kept()
+        lost = sorted(self._lost.union(step for step, _, _ in self._kept))
+        if not self._call("close", error) or lost:
+            of_steps = f", of the steps {lost}" if lost else ""
+            logging.error("%s may lack values of the run%s: %r.", self._name, of_steps, self._error)
 
-    def _call(self, method: str, *args: Any) -> None:
+    def _call(self, method: str, *args: Any) -> bool:
+        """Calls a method of the writer; returns whether it has raised nothing."""
         try:
             getattr(self._writer, method)(*args)
         except Exception as error:  # of any library
-            if not self._errors:
+            if self._error is None:
                 logging.error("%s.%s failed: %r. The run continues, and tries again.", self._name, method, error)
-            self._errors.append(error)
+            self._error = error
+            return False
+        return True
 
 
 def run_of(config: RunConfig, params: Any, directory: str, first: int, last: float) -> Run:
@@ -171,17 +199,35 @@ def run_of(config: RunConfig, params: Any, directory: str, first: int, last: flo
 
 def _id_of(model_dir: str) -> str:
     path = os.path.join(model_dir, RUN_ID)
-    if not exists(path):
+    if found := read_or_set_aside(path, _parse_id, "Trackers see another run from here on."):
+        return found
+    new = uuid.uuid4().hex
+    try:
         if not is_url(model_dir):
             os.makedirs(model_dir, exist_ok=True)
-        write(path, uuid.uuid4().hex.encode())
-    return read(path).decode()
+        write(path, new.encode())
+        return read(path).decode()  # another process may have written its own
+    except OSError as error:  # of a full disk, or of who may only read
+        logging.error("The id of the run cannot be written (%s). Trackers see another run at the next start.", error)
+        return new
+
+
+def _parse_id(text: bytes) -> str:
+    if not re.fullmatch(rb"[0-9a-f]{32}", text):
+        raise ValueError(f"it is {text!r:.50}")
+    return text.decode()
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _flatten(f"{name}/{key}", part)
+        return
+    if isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
+        yield from _flatten(name, dict(enumerate(value)))
+        return
+    if isinstance(value, str | bytes) and _SECRET.search(name.rpartition("/")[2]):
+        yield name, "***"
         return
     try:
         json.dumps(value)

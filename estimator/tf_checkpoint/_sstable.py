@@ -11,6 +11,8 @@ import google_crc32c
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER, _TRAILER = 48, 5  # bytes: at the end of the table; after each block, its compression and checksum
 
+_MOST_KEYS = 100  # bytes of keys, each of which begins as the one before, for each byte of a block
+
 
 def read_table(path: str) -> dict[bytes, bytes]:
     """The values of the table in a file, by key."""
@@ -31,6 +33,8 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
         at, shift = at + 1, shift + 7
         if data[at - 1] < 128:
             return value, at
+        if shift > 63:
+            raise ValueError("an integer has no end")
 
 
 def unmask_crc(crc: int) -> int:
@@ -55,11 +59,14 @@ def _block(path: str, table: bytes, start: int, size: int) -> Iterator[tuple[byt
     if trailer[0]:
         raise ValueError(f"{path} is compressed, which is not known here. Load and save it by TensorFlow")
     end = size - 4 - 4 * struct.unpack("<I", block[-4:])[0]
-    at, key = 0, b""
+    at, key, length_of_keys = 0, b"", 0
     while at < end:  # a key begins as the one before
         shared, at = read_varint(block, at)
         own, at = read_varint(block, at)
         length, at = read_varint(block, at)
         key = key[:shared] + block[at : at + own]
+        length_of_keys += len(key)
+        if length_of_keys > _MOST_KEYS * size:
+            raise ValueError(f"{path} has keys of {length_of_keys} bytes in a block of {size}")
         yield key, block[at + own : at + own + length]
         at += own + length

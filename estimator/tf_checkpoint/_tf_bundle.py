@@ -7,6 +7,8 @@ Everything has a checksum; what this module does not know is an error.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import struct
@@ -17,15 +19,22 @@ import google_crc32c
 import jax.numpy as jnp
 import numpy as np
 
+from estimator.storage._array_files import check_size
+from estimator.storage._files import is_inside
 from estimator.tf_checkpoint._sstable import read_table, read_varint, unmask_crc
 
 _DTYPES = {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 8: "complex64", 9: "int64"}
 _DTYPES |= {10: "bool", 14: "bfloat16", 17: "uint16", 18: "complex128", 19: "float16", 22: "uint32", 23: "uint64"}
+_DTYPES |= {24: "float8_e5m2", 25: "float8_e4m3fn"}
 _FIX = (
     "Where TensorFlow is installed, `tf.train.load_checkpoint(path).get_tensor(name)` gives values of it; save them by "
     "`np.savez`."
 )
 _FILE = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})")
+
+
+class _UnreadableError(ValueError):
+    """The checkpoint cannot be read; the message names it."""
 
 
 class _Entry(NamedTuple):
@@ -55,34 +64,39 @@ class TensorFlowBundle:
 
     def __init__(self, prefix: str) -> None:
         self.path = prefix
-        try:
-            table = read_table(f"{prefix}.index")
-        except ValueError as error:
-            self._fail(str(error), fix="")
-        header = dict(_fields(table.pop(b"", b"")))
-        if header.get(2, 0) != 0:
-            self._fail("its numbers are big-endian")
-        self._shards = header.get(1, 1)
-        self._slices = {key: _entry(value) for key, value in table.items() if key.startswith(b"\0")}
-        self._entries = {k.decode(): _entry(value) for k, value in table.items() if k not in self._slices}
-        self.shapes = {name: (entry.shape, self._dtype(entry)) for name, entry in self._entries.items()}
+        with self._naming():
+            try:
+                table = read_table(f"{prefix}.index")
+            except ValueError as error:
+                self._fail(str(error), fix="")
+            header = dict(_fields(table.pop(b"", b"")))
+            if header.get(2, 0) != 0:
+                self._fail("its numbers are big-endian")
+            self._shards = header.get(1, 1)
+            self._slices = {key: _entry(value) for key, value in table.items() if key.startswith(b"\0")}
+            self._entries = {k.decode(): _entry(value) for k, value in table.items() if k not in self._slices}
+            self.shapes = {name: (entry.shape, self._dtype(entry)) for name, entry in self._entries.items()}
 
     def read(self, name: str) -> np.ndarray:
-        entry = self._entries[name]
-        if not entry.slices:  # not partitioned
-            return self._array(name, entry)
-        whole = np.empty(entry.shape, self._dtype(entry))
-        filled = 0
+        with self._naming():
+            entry = self._entries[name]
+            return self._put_together(name, entry) if entry.slices else self._array(name, entry)
+
+    def _put_together(self, name: str, entry: _Entry) -> np.ndarray:
+        """The array of a variable that a partitioner has cut."""
+        parts = []
         for extents in entry.slices:
             part = self._slices.get(_slice_key(name, extents))
             if part is None:
                 self._fail(f"it has no entry for the slice {extents} of the variable {name!r}")
+            parts.append((extents, part))
+        filled, size = sum(math.prod(part.shape) for _, part in parts), math.prod(entry.shape)
+        if filled != size:  # otherwise a part would not be initialized
+            self._fail(f"its slices of the variable {name!r} have {filled} of {size} values")
+        whole = np.empty(entry.shape, self._dtype(entry))
+        for extents, part in parts:
             sizes = [(start, size if size >= 0 else n) for (start, size), n in zip(extents, entry.shape, strict=True)]
-            array = self._array(name, part)
-            whole[tuple(slice(start, start + size) for start, size in sizes)] = array
-            filled += array.size
-        if filled != whole.size:  # otherwise a part would not be initialized
-            self._fail(f"its slices of the variable {name!r} have {filled} of {whole.size} values")
+            whole[tuple(slice(start, start + size) for start, size in sizes)] = self._array(name, part)
         return whole
 
     def _array(self, name: str, entry: _Entry) -> np.ndarray:
@@ -92,6 +106,9 @@ class TensorFlowBundle:
         file = f"{self.path}.data-{entry.shard:05d}-of-{self._shards:05d}"
         if not os.path.exists(file):
             self._fail(f"the file {os.path.basename(file)!r} is not beside it", fix="Copy all its files.")
+        check_size(name, entry.shape, dtype, entry.size)
+        if entry.offset + entry.size > os.path.getsize(file):  # before they are read
+            self._fail(f"{file} is not complete", fix="Copy it again.")
         with open(file, "rb") as data:
             data.seek(entry.offset)
             values = data.read(entry.size)
@@ -102,8 +119,18 @@ class TensorFlowBundle:
     def _dtype(self, entry: _Entry) -> Any:
         return jnp.dtype(_DTYPES[entry.dtype]) if entry.dtype in _DTYPES else np.dtype(object)
 
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Raises any error of parsing bytes as one that names the checkpoint."""
+        try:
+            yield
+        except (OSError, _UnreadableError):
+            raise
+        except Exception as error:  # of many kinds
+            self._fail(str(error) or type(error).__name__, fix="Copy it again.")
+
     def _fail(self, what: str, fix: str = _FIX) -> NoReturn:
-        raise ValueError(f"The TensorFlow checkpoint {self.path!r} cannot be read: {what}. {fix}".rstrip())
+        raise _UnreadableError(f"The TensorFlow checkpoint {self.path!r} cannot be read: {what}. {fix}".rstrip())
 
 
 def tensorflow_prefix(path: str) -> str | None:
@@ -118,10 +145,10 @@ def tensorflow_prefix(path: str) -> str | None:
                 newest = re.search(r'^model_checkpoint_path: "(.+)"', file.read(), re.M)
         except (FileNotFoundError, UnicodeDecodeError):
             newest = None
-        # The file has the path where the checkpoint was written, which may have been copied since then.
-        prefixes = (
-            [] if newest is None else [os.path.join(path, newest[1]), os.path.join(path, newest[1].split("/")[-1])]
-        )
+        # The file has the path where the checkpoint was written, which may have been copied since then. Nothing outside
+        # of the directory is read.
+        names = [] if newest is None else [newest[1], newest[1].split("/")[-1]]
+        prefixes = [os.path.join(path, name) for name in filter(is_inside, names)]
     else:
         match = _FILE.fullmatch(path)
         prefixes = [path, match[1] if match else path]

@@ -18,7 +18,7 @@ def get_global_step(graph: None = None) -> jax.Array:
     [1, 1]
 
     Args:
-      graph: None: there are no graphs.
+      graph: must be None, since there are no graphs.
     """
     return global_step()
 

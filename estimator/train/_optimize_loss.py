@@ -56,8 +56,8 @@ def optimize_loss(
 
     Gradients get noise, then are multiplied, then clipped. In towers all of this is done to each tower's gradients
     before they are summed, as in TensorFlow's towers, and their norms are averaged in summaries; a chain of optax in
-    the optimizer clips the sum. For towers give a function of the learning rate, such as
-    `lambda rate: TowerOptimizer(est.train.AdamOptimizer(rate))`.
+    the optimizer clips the sum. In towers an optimizer by its name counts as wrapped; else give a function
+    of the learning rate, such as `lambda rate: TowerOptimizer(est.train.LazyAdamOptimizer(rate))`.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):
@@ -72,7 +72,7 @@ def optimize_loss(
     Args:
       loss: a scalar.
       global_step: `est.global_step()`, which `learning_rate_decay_fn` gets.
-      learning_rate: a number, or a scalar of the model; None: the optimizer has its own.
+      learning_rate: a number, or a scalar of the model; if None, the optimizer has its own.
       optimizer: "Adagrad", "Adam", "Ftrl", "Momentum" (0.9), "RMSProp" or "SGD"; a class of `est.train` or another
         function of the learning rate that returns an optimizer; or an optimizer.
       gradient_noise_scale: the factor of noise that is added, normal and cut at 2.
@@ -80,9 +80,9 @@ def optimize_loss(
       clip_gradients: the largest global norm; or a function of a list of (gradient, name) that returns one.
       learning_rate_decay_fn: `fn(learning_rate, global_step)`, such as a schedule of `est.train` with its other
         arguments bound.
-      update_ops: None: updates of a model_fn are part of each training step.
+      update_ops: must be None, since updates of a model_fn are part of each training step.
       variables: names of those to train; default: all trainable ones.
-      name: the names of summaries begin with it; None: "OptimizeLoss".
+      name: the names of summaries begin with it; if None, "OptimizeLoss".
       summaries: of "loss", "learning_rate" (where it decays), "gradients", "gradient_norm" and "global_gradient_norm";
         default: "loss", "learning_rate" and "global_gradient_norm".
       colocate_gradients_with_ops, increment_global_step: without effect: XLA places what it compiles, and a training
@@ -130,6 +130,8 @@ def optimize_loss(
         if "loss" in summaries:
             scalar("loss", loss)
         for gradient, variable in gradients:
+            if gradient is None:
+                continue
             if "gradients" in summaries:
                 histogram(f"gradients/{variable}", jnp.concatenate([x.ravel() for x in _values(gradient)]))
             if "gradient_norm" in summaries:
@@ -147,7 +149,9 @@ def _optimizer(optimizer: Any, rate: Any) -> Any:
                 f"`est.train.optimize_loss` needs a learning rate, and an optimizer out of {list(OPTIMIZERS)}, for an "
                 f"optimizer by name; got {optimizer!r} and the learning rate {rate!r}."
             )
-        return OPTIMIZERS[optimizer](rate)
+        named = OPTIMIZERS[optimizer](rate)
+        named.sums_over_towers = True  # there is no object that could be wrapped in a `TowerOptimizer`
+        return named
     # A class has `apply_gradients`, too, and must still be called.
     made = optimizer
     if callable(optimizer) and not hasattr(optimizer, "apply_gradients") or isinstance(optimizer, type):

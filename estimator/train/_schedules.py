@@ -213,13 +213,19 @@ def cosine_decay_restarts(
     Args:
       learning_rate, global_step, name: as for `est.train.exponential_decay`.
       first_decay_steps: the number of steps before the first restart.
-      t_mul: by which each period is longer than the one before it.
+      t_mul: by which each period is longer than the one before it. Below 1 the periods get shorter, and come to an end
+        after `first_decay_steps / (1 - t_mul)` steps, where the rate stays at `alpha * learning_rate`.
       m_mul: by which its first rate is multiplied.
       alpha: the fraction that is left at the end of a period.
+
+    Raises:
+      ValueError: `t_mul` is not larger than 0.
     """
+    if not t_mul > 0:
+        raise ValueError(f"`est.train.cosine_decay_restarts` needs a t_mul larger than 0; got {t_mul!r}.")
 
     def rate_at(step: Any) -> jax.Array:
-        done = _float(step) / first_decay_steps
+        done, ended = _float(step) / first_decay_steps, jnp.asarray(False)
         # Equal periods: the formula for a geometric series would divide by zero.
         if t_mul == 1.0:
             restarts = jnp.floor(done)
@@ -227,9 +233,11 @@ def cosine_decay_restarts(
         else:
             # The number of whole periods before this step: their lengths are a geometric series, solved for its number
             # of terms.
-            restarts = jnp.floor(jnp.log(1 - done * (1 - t_mul)) / math.log(t_mul))
+            left = 1 - done * (1 - t_mul)
+            ended = left <= 0
+            restarts = jnp.floor(jnp.log(jnp.where(ended, 1, left)) / math.log(t_mul))
             done = (done - (1 - t_mul**restarts) / (1 - t_mul)) / t_mul**restarts
-        return learning_rate * ((1 - alpha) * m_mul**restarts * _cosine(done) + alpha)
+        return learning_rate * ((1 - alpha) * m_mul**restarts * jnp.where(ended, 0, _cosine(done)) + alpha)
 
     return _apply_schedule("cosine_decay_restarts", global_step, rate_at)
 

@@ -29,7 +29,7 @@ class PowerSignOptimizer(Optimizer):
       learning_rate, use_locking, name: as for `est.train.AdamOptimizer`.
       base: of the power.
       beta: decay of the average.
-      sign_decay_fn: a function of the global step, which returns `decay`; None: 1.
+      sign_decay_fn: a function of the global step, which returns `decay`; 1 if None.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class ClassNames:
 
     Attributes:
       ids: positions in the names, of any shape.
-      names: the strings; None: the ids, written as strings.
+      names: the strings; if None, the ids, written as strings.
     """
 
     ids: Any

@@ -45,8 +45,7 @@ def initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, in
             raise
         return _as_arrays(call, value, dtype)
     dtype = jnp.float32 if dtype is None else dtype
-    if 0 in shape:
-        raise ValueError(f"{call} got the shape {shape}, which has no elements. Check what it is computed from.")
+    _check_storable(call, jax.ShapeDtypeStruct(shape, dtype))
     if initializer is None:
         initializer = _default_initializer
     elif not callable(initializer):
@@ -61,6 +60,23 @@ def initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, in
             "Some initializers of jax.nn are factories: write `glorot_uniform()`, but `zeros`."
         )
     return jnp.asarray(value, dtype)
+
+
+def _check_storable(call: str, array: Any, where: str = "") -> None:
+    """Raises an error for an array that a checkpoint or a compiled program cannot hold."""
+    if 0 in array.shape:
+        raise ValueError(
+            f"{call} got the shape {array.shape}{where}, which has no elements. Check what it is computed from, and "
+            "keep empty arrays out of the variable."
+        )
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return
+    # XLA packs dtypes of less than a byte in some programs only; TensorStore has no float8_e4m3.
+    if jax.dtypes.itemsize_bits(array.dtype) < 8 or array.dtype == jnp.float8_e4m3:
+        raise TypeError(
+            f"{call} got the dtype {array.dtype}{where}, which a variable cannot have. Use one of 8 bits, such as "
+            "jnp.int8 or jnp.float8_e4m3fn, and cast its value where you use it."
+        )
 
 
 def _default_initializer(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -87,7 +103,9 @@ def _as_arrays(call: str, tree: PyTree, dtype: Any) -> PyTree:
             )
         # Python's numbers, also integers, become float32, the default of `get_variable`.
         own = jnp.float32 if is_number else jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-        return cast(f"{call}: the initial value at {where}", leaf, own if dtype is None else dtype)
+        array = cast(f"{call}: the initial value at {where}", leaf, own if dtype is None else dtype)
+        _check_storable(call, array, f" at {where}")
+        return array
 
     return jax.tree_util.tree_map_with_path(as_array, tree)
 

@@ -83,7 +83,7 @@ def apply_partition(call: str, frame: Frame, full: str, partition: Partition) ->
     if partition is not None and not callable(partition) and not isinstance(value, jax.Array):
         raise ValueError(
             f"{call} got partition={partition!r} for a pytree of arrays. Give a function of an array, which returns "
-            f'its partition or None: `lambda x: (None, "{_PART}") if x.ndim == 2 else None`.'
+            f'its partition or None, as in `lambda x: (None, "{_PART}") if x.ndim == 2 else None`.'
         )
     frame.variables[full] = jax.tree_util.tree_map_with_path(cut_leaf, value)
 

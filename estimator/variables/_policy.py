@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from estimator.core._frame import current_frame, open_frames
 from estimator.core._typing import PyTree
@@ -29,7 +30,10 @@ class Policy:
       with a dtype of its own, such as `dtype=jnp.float32`, is seen as it is, and so is one that is not trainable, and
       what `est.read_variable` and `est.embedding_lookup` return.
     - `est.layers` cast their inputs to it. Batch and layer norm still take their moments in float32.
-    - `est.losses`, `est.metrics` and the cross entropies of `est.nn` cast theirs to float32.
+    - `est.flax_module` casts parameters and inputs, and layers of Flax that say no `dtype` compute in it. Batch
+      statistics, and the parameters of norms, stay in float32. A module that has a `dtype` of its own computes in that.
+    - `est.losses`, `est.metrics`, and the sums, norms and likelihoods of `est.nn` are computed in float32, as without a
+      policy.
 
     Gradients and optimizers see float32. bfloat16 has the range of float32; float16 needs an `est.DynamicLossScale`.
 
@@ -104,15 +108,12 @@ def innermost_policy() -> Policy | None:
     return policies[-1] if policies else None
 
 
-def cast_to_compute(x: jax.Array) -> jax.Array:
-    """The inputs of a layer, floats in the dtype that the policy around says."""
+def cast_to_compute(x: Any) -> Any:
+    """An input of a layer; an array of floats in the dtype that the policy around says."""
     policy = innermost_policy()
-    return x if policy is None or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(policy.compute_dtype)
-
-
-def cast_to_full(x: jax.Array) -> jax.Array:
-    """The inputs of a loss or a metric, under a policy float32 instead of half precision."""
-    return x.astype(jnp.float32) if innermost_policy() is not None and _is_half(x.dtype) else x
+    if policy is None or not isinstance(x, jax.Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x.astype(policy.compute_dtype)
 
 
 def _is_half(dtype: Any) -> bool:

@@ -77,10 +77,10 @@ def variable_scope(
 
     Args:
       name: the prefix; scopes nest. Or a scope, as `with ... as scope` gives it: then the names in the block are as if
-        it had not ended, wherever the block stands. None: the `default_name`.
+        it had not ended, wherever the block stands. If None, the `default_name`.
       default_name: where there is no `name`: the prefix, made unique in the enclosing scope (`block`, `block_1`, ...).
         A scope opened again by its name counts from the beginning, so that the names in it are the same.
-      reuse: True: variables must exist in this run already; `AUTO_REUSE`: they may. None: as the enclosing scope.
+      reuse: True: variables must exist in this run already; `AUTO_REUSE`: they may. If None, as in the scope around.
         As in TensorFlow, an inner scope does not end an outer one's reuse.
       initializer, regularizer: of `get_variable`, where it is called without; a regularizer of trainable variables,
         while TensorFlow's loss would have `moving_mean` of a batch norm too.

@@ -144,6 +144,10 @@ def _get(
     if frame.initializing:
         # The initializer always runs: values of a checkpoint must have its shapes and dtypes.
         made = initial_value(call, frame, full, shape, dtype, initializer)
+        policy = innermost_policy()
+        # Some models make their weights in the dtype of their inputs.
+        if trainable and policy is not None:
+            made = jax.tree.map(lambda x: x.astype(policy.storage_dtype(x.dtype)), made)
         frame.variables[full] = map_named(lambda name, leaf: frame.initial_values.get(name, leaf), {full: made})[full]
     elif full not in frame.variables:
         raise ValueError(
@@ -217,7 +221,7 @@ def trainable_variables(scope: str | None = None) -> Mapping[str, PyTree]:
     ['output/bias', 'output/kernel']
 
     Args:
-      scope: a regular expression that the beginning of the full name matches, as in TensorFlow. None: all.
+      scope: a regular expression that the beginning of the full name matches, as in TensorFlow. All if None.
 
     Raises:
       TypeError: the scope is not a string.

@@ -27,7 +27,7 @@ class VocabInfo(NamedTuple):
       num_oov_buckets: how many rows follow for strings out of the vocabulary.
       old_vocab: the path of the vocabulary of the checkpoint.
       old_vocab_size: how many of its strings were used; -1: all.
-      backup_initializer: `fn(key, shape, dtype)`, such as `jax.nn.initializers.normal(0.1)`; None: zeros.
+      backup_initializer: `fn(key, shape, dtype)`, such as `jax.nn.initializers.normal(0.1)`; zeros if None.
       axis: the dimension that counts the strings: 0, or 1 for the columns of a kernel.
     """
 

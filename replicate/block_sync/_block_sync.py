@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,32 +118,42 @@ class BlockSync:
     10.0 4.5 [4.5 4.5]
 
     Args:
-      block_steps: the number of steps between synchronisations.
+      block_steps: the number of steps between synchronisations; or a function of the step at which a block begins, an
+        int32 scalar, that returns the number of its steps, such as `lambda step: jnp.where(step < 1000, 1, 16)`.
       outer_optimizer: an optax transformation: `bmuf(...)`, by default; `optax.sgd(0.7, momentum=0.9, nesterov=True)`,
         known as DiLoCo; `optax.sgd(1.0)`, which is local SGD. Its state is mirrored.
       warmup_steps: after the first N steps all towers get the variables of tower 0, instead of an average.
         Blocks are counted from there.
       reset_slots: whether the slots of the optimizers that belong to variables, such as momenta, are initialized again
-        at each synchronisation, the one after the warm-up included, together with what counts their steps. Learning
-        rates and schedules continue.
+        at the end of each block, but not after the warm-up, together with what counts their steps. Learning rates and
+        schedules continue.
       sync: names of variables that the model_fn assigns, to be merged at each synchronisation as in synchronous
         training: by their `aggregation` (or as `est.sync_variables` says), and if they are only added to, by the sum
-        of what was added. Those not listed stay each tower's own; the global value is tower 0's.
+        of what was added. Those not listed stay each tower's own; the global value is tower 0's. Also names of slots,
+        as `Estimator.get_variable_names` shows them, or the beginnings of such names: "optimizer/0/trace/w", or
+        "optimizer/0/trace" for all momenta. These are averaged at the end of each block.
+      sync_slots: "mean" takes the mean of all slots that hold floats for a variable, such as momenta, at the end of
+        each block. By default they stay each tower's own.
 
     Raises:
-      TypeError: the outer optimizer is not an optax transformation, or `sync` not a list of names.
-      ValueError: a number is not an integer in its range.
+      TypeError: the outer optimizer is not an optax transformation, or `sync` not a list of names; or later,
+        `block_steps` is a function that returns something else than an integer.
+      ValueError: a number is not an integer in its range, or `sync_slots` is neither None nor "mean", or was given
+        together with `reset_slots`.
     """
 
-    block_steps: int
+    block_steps: int | Callable[[jax.Array], Any]
     outer_optimizer: optax.GradientTransformation = dataclasses.field(default_factory=bmuf)
     warmup_steps: int = 0
     reset_slots: bool = False
     sync: Sequence[str] = ()
+    sync_slots: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("block_steps", 1), ("warmup_steps", 0)):
             value = getattr(self, name)
+            if name == "block_steps" and callable(value):
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"`BlockSync` needs {name} to be an integer of at least {least}; got {value!r}.")
         if not all(callable(getattr(self.outer_optimizer, name, None)) for name in ("init", "update")):
@@ -154,3 +164,30 @@ class BlockSync:
         if isinstance(self.sync, str) or not all(isinstance(name, str) for name in self.sync):
             raise TypeError(f"`BlockSync` takes a list of names of variables as sync; got {self.sync!r}.")
         object.__setattr__(self, "sync", tuple(self.sync))
+        if self.sync_slots not in (None, "mean") or (self.sync_slots and self.reset_slots):
+            raise ValueError(
+                f'`BlockSync` takes None or "mean" as sync_slots, and with reset_slots only None; got '
+                f"sync_slots={self.sync_slots!r} and reset_slots={self.reset_slots}."
+            )
+
+    def ends_block(self, steps: jax.Array, since: jax.Array) -> jax.Array:
+        """Returns whether towers are averaged after `steps` steps, `since` of them since the last average.
+
+        A state that comes in mid-block from a model with longer blocks is averaged at its next step.
+        """
+        at_the_end_of_a_block = since >= self._length(steps - since)
+        if not self.warmup_steps:
+            return at_the_end_of_a_block
+        return (steps > self.warmup_steps) & at_the_end_of_a_block | (steps == self.warmup_steps)
+
+    def _length(self, step: jax.Array) -> Any:
+        """The number of steps of the block that begins at a step."""
+        if not callable(self.block_steps):
+            return self.block_steps
+        length = self.block_steps(step)
+        if jnp.shape(length) or not jnp.issubdtype(jnp.result_type(length), jnp.integer):
+            raise TypeError(
+                "The function that `BlockSync` got as block_steps must return an integer, the number of steps of the "
+                f"block that begins at the given step; got {length!r}."
+            )
+        return length

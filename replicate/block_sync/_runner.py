@@ -3,81 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
-from estimator import EstimatorSpec, ModeKeys, State, TrainOp
-from estimator.replication import Deferred, Frame, ModelRun, PerPart, RunResult, update_if
-from estimator.typing import PyTree, Slots, Variables
-from replicate.block_sync._averaging import BlockAverage, BlockState
+from estimator import EstimatorSpec, Hook, ModeKeys, State, TrainOp
+from estimator.replication import Frame, ModelRun, PerPart, update_if
+from estimator.typing import Features, Labels, PyTree, Slots, Steps, Variables
+from replicate.block_sync._averaging import SLOTS, BlockSyncState, EndOfStep, averaged_slots
 from replicate.block_sync._block_sync import BlockSync
 from replicate.placement._mirrored import MirroredPlacement
 from replicate.runner._runner import SyncRunner
-from replicate.towers._map import TOWER_AXIS, tower_map
-
-SLOTS = "block_sync"
-"""The entry of `State.slots` that is not an optimizer's."""
+from replicate.towers._map import TOWER_AXIS, in_towers, map_own, num_towers, tower_map
+from replicate.towers._split_batch import split_rows
 
 
-class BlockSyncState(NamedTuple):
-    """The state of towers that train on their own between two synchronizations, beside their optimizers' slots.
+class UnfinishedBlockHook(Hook):
+    """Logs at the end of training how many of its steps are in no average yet."""
 
-    Attributes:
-      copies: by name, each tower's value of a variable that is trained, or assigned and listed in `sync`: arrays
-        `[towers, ...]`. At the start of a block all are the global one.
-      own: the same of variables that the model_fn assigns and nobody synchronises.
-      outer: the state of the outer optimizer.
-      steps: int32 scalar, the number of steps so far.
-      since: int32 scalar, the number of steps since the last synchronisation.
-    """
+    def next_step(self, step: int) -> None:
+        return None
 
-    copies: Variables
-    own: Variables
-    outer: PyTree
-    steps: jax.Array
-    since: jax.Array
-
-
-class _Local(NamedTuple):
-    """The state of one tower; `copies` and `own` as in `BlockSyncState`.
-
-    Attributes:
-      slots: of its optimizers.
-    """
-
-    copies: Variables
-    own: Variables
-    slots: Slots
-
-
-class _LocalStep(NamedTuple):
-    """The result of a tower's step.
-
-    Attributes:
-      bare: the spec without what is merged later or by its rows.
-      variables: the global ones that may have changed.
-      outer: the state of the outer optimizer.
-      local: for the next step.
-      of_rows: what is concatenated: predictions and export outputs of the tower's rows.
-      merged_later: by field of the spec, this tower's part of what is merged after the last step of a program.
-    """
-
-    bare: EstimatorSpec
-    variables: Variables
-    outer: PyTree
-    local: _Local
-    of_rows: PerPart
-    merged_later: dict[str, PyTree]
+    def end(self, context: Any) -> None:
+        if context.error is None and jax.process_index() == 0:
+            since = int(context.state.slots[SLOTS].since)
+            if since:
+                logging.warning(
+                    "%d step%s of the current block %s not averaged yet: evaluation, prediction and export use the "
+                    "variables from before them. Further training continues within the block.",
+                    *((since, "s", "are") if since > 1 else (1, "", "is")),
+                )
 
 
 class LocalCopies(MirroredPlacement):
-    """Copies and slots with the towers as their first dimension, cut along it; all else on every device."""
+    """Copies and slots with the towers as their first dimension, cut along it; all else on every device.
 
-    kind = "local copies"
+    Args:
+      towers: the device of each.
+      block_sync, mean_loss: as in `BlockSyncRunner`.
+    """
+
+    def __init__(self, towers: Sequence[jax.Device], block_sync: BlockSync, mean_loss: bool) -> None:
+        super().__init__(tuple(dict.fromkeys(towers)))
+        self.towers_per_process *= len(towers) // len(self.devices)
+        self._towers = towers
+        self._mean_loss = mean_loss
+        steps = block_sync.block_steps
+        self.homes = "averaged after blocks of " + ("steps" if callable(steps) else f"{steps} step" + "s" * (steps > 1))
+
+    def describe(self) -> str:
+        return (
+            "Each tower's optimizers run on its own gradients and change its own copy of the variables: after the last "
+            "step of a block the copies are averaged, and the outer optimizer moves the variables."
+        )
 
     def state(self, like: Any) -> Any:
         mirrored, cut = super().state(like), NamedSharding(self._mesh, PartitionSpec(TOWER_AXIS))
@@ -85,6 +67,53 @@ class LocalCopies(MirroredPlacement):
         if SLOTS in slots:
             slots[SLOTS] = BlockSyncState(cut, cut, mirrored, mirrored, mirrored)  # type: ignore[arg-type]
         return like._replace(variables=mirrored, slots=slots, global_step=mirrored, key=mirrored)
+
+    def batch(self, rows: int) -> jax.sharding.Sharding | None:
+        return None if in_towers() else super().batch(rows)
+
+    def map_steps(self, steps: Steps, stacked: bool = False) -> Steps:
+        def tower(shared: tuple[State, BlockSyncState, PyTree], given: PyTree) -> tuple[PyTree, PyTree]:
+            state, block, bounds = shared
+            copies, own, slots, batch = given
+            # What was done to the global variables between two blocks, such as a warm start, is where all continue.
+            copies = _replaced_where(block.since == 0, state.variables, copies)
+            own = _replaced_where(block.steps == 0, state.variables, own)
+            block = block._replace(copies=_select(state.variables, copies), own=_select(state.variables, own))
+            start = state._replace(variables={**state.variables, **copies, **own}, slots={**slots, SLOTS: block})
+            after, specs = steps(start, *batch, *bounds)
+            block = after.slots[SLOTS]
+            variables = {**after.variables, **block.copies, **block.own}
+            copies, own = _select(after.variables, copies), _select(after.variables, own)
+            rest = block._replace(copies={}, own={})
+            return (variables, rest, after.global_step), (copies, own, _select(after.slots, slots), specs)
+
+        def call(state: State, features: Features, labels: Labels, *bounds: Any) -> tuple[State, PyTree]:
+            block = _checked_block(state, len(self._towers))
+            slots = {name: own for name, own in state.slots.items() if name != SLOTS}
+            batch = split_rows((features, labels), len(self._towers), stacked)
+            shared = state._replace(slots={}), block._replace(copies={}, own={}), bounds
+            given = block.copies, block.own, slots, batch
+            (variables, block, step), (copies, own, slots, specs) = map_own(tower, self._towers)(shared, given)
+            merged = jax.tree.map(self._merge_each, specs, is_leaf=lambda node: isinstance(node, EstimatorSpec))
+            slots[SLOTS] = block._replace(copies=copies, own=own)
+            return State(variables, slots, step, state.key), merged
+
+        return call
+
+    # What becomes of values with the towers as their first dimension. It is communication, so it happens after the last
+    # step of a program.
+
+    def _merge_each(self, spec: EstimatorSpec) -> EstimatorSpec:
+        """Merges the spec of a step, or the stacked specs of several."""
+        assert spec.loss is not None  # in training there is one
+        return self._merge(spec) if spec.loss.ndim == 1 else jax.vmap(self._merge, in_axes=1)(spec)
+
+    def _merge(self, spec: EstimatorSpec) -> EstimatorSpec:
+        whole = self.gather(spec.replace_unchecked(predictions=None, export_outputs=None))
+        parts = PerPart(spec.predictions, whole.eval_metric_ops, spec.export_outputs, whole.reported)
+        loss = jax.tree.map(lambda x: x.mean(0) if self._mean_loss else x.sum(0), whole.loss)
+        report = jax.tree.map(lambda x: x[0], whole.train_op)
+        return parts.merge(len(self._towers)).join(whole.replace_unchecked(loss=loss, train_op=report))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +142,7 @@ class BlockSyncRunner(SyncRunner):
             raise ValueError(f"An optimizer is named {SLOTS!r}, as is what `BlockSync` keeps in the slots. Rename it.")
         trained = {name: value for name, value in frame.variables.items() if frame.declared.trainable[name]}
         assigned = {name: frame.variables[name] for name in self._names_written(run, before)}
-        unknown = [name for name in self.block_sync.sync if name not in assigned]
-        if unknown:
-            raise ValueError(
-                f"`BlockSync(sync={list(self.block_sync.sync)})` names {unknown}, but what the model_fn assigns in "
-                f"training is {sorted(assigned)}. Trainable variables are averaged without being listed."
-            )
+        self._check_sync(frame, assigned)
 
         def for_each_tower(x: jax.Array) -> jax.Array:
             return jnp.broadcast_to(x, (len(self.devices), *x.shape))
@@ -128,7 +152,26 @@ class BlockSyncRunner(SyncRunner):
         with jax.numpy_dtype_promotion("standard"):  # as for optimizers in a model_fn
             outer = self.block_sync.outer_optimizer.init(trained)
         frame.slots.update(slots | {SLOTS: BlockSyncState(copies, own, outer, jnp.int32(0), jnp.int32(0))})
-        return spec
+        return dataclasses.replace(spec, training_hooks=(*spec.training_hooks, UnfinishedBlockHook()))
+
+    def _check_sync(self, frame: Frame, assigned: Variables) -> None:
+        def is_slot(name: str) -> bool:
+            alone = dataclasses.replace(self.block_sync, sync=(name,), sync_slots=None)
+            return bool(averaged_slots(alone, dict(frame.slots), frame.variables))
+
+        slots = [name for name in self.block_sync.sync if is_slot(name)]
+        unknown = [name for name in self.block_sync.sync if name not in assigned and name not in slots]
+        if unknown:
+            raise ValueError(
+                f"`BlockSync(sync={list(self.block_sync.sync)})` names {unknown}, but what the model_fn assigns in "
+                f"training is {sorted(assigned)}, and no floats in the slots of {sorted(frame.slots)} have such a "
+                "name. Trainable variables are averaged without being listed."
+            )
+        if slots and self.block_sync.reset_slots:
+            raise ValueError(
+                f"`BlockSync(sync={list(self.block_sync.sync)}, reset_slots=True)` averages the slots {slots}, and "
+                "initializes them again at the same moment. Leave out one of them."
+            )
 
     def _names_written(self, run: ModelRun, before: Frame) -> list[str]:
         """The names of the variables that the model_fn writes in a training step, from an abstract run of one.
@@ -151,142 +194,38 @@ class BlockSyncRunner(SyncRunner):
         return names
 
     def train(self, run: ModelRun) -> EstimatorSpec:
+        """A step of the tower that this runs in, within `LocalCopies.map_steps`."""
         frame = run.frame
-        block = _checked_block(frame, len(self.devices))
-        optimizers = {name: state for name, state in frame.slots.items() if name != SLOTS}
-        frames: list[Frame] = []
-
-        def tower(shared: tuple[State, BlockSyncState], given: tuple[_Local, PyTree]) -> tuple[PyTree, PyTree]:
-            # Split as a batch is, what a tower has of its own comes as one row.
-            local = jax.tree.map(lambda x: x[0], given[0])
-            step, after = self._local_step(run, *shared, local, given[1])
-            frames.append(after)
-            return (step.bare, step.variables, step.outer), (step.local, step.of_rows, step.merged_later)
-
-        shared = self.start_of(frame)._replace(slots={}), block._replace(copies={}, own={})
-        local = _Local(block.copies, block.own, optimizers)
-        (bare, variables, outer), of_towers = tower_map(tower, self.devices)(shared, (local, run.batch))
-        local, of_rows, merged_later = of_towers
-        frame.adopt_names(frames[-1])
-        run.leave(variables, {})
-        merges: dict[str, Callable[[Any], Any]] = {
-            "loss": self._loss,
-            "eval_metric_ops": self._metrics,
-            "reported": self._reports,
-        }
-        deferred = {name: Deferred(merged_later[name], merge) for name, merge in merges.items()}
-        merged = {name: each.merge(each.parts) for name, each in deferred.items()}
-        frame.deferred = {name: (merged[name], deferred[name]) for name in merged}
-        steps, since = block.steps + 1, block.since + 1
-        since = jnp.where(self._ends_block(steps, since), 0, since)
-        slots = {**local.slots, SLOTS: BlockSyncState(local.copies, local.own, outer, steps, since)}
-        train_op = dataclasses.replace(bare.train_op or TrainOp(), slots=slots)
-        rows = of_rows.merge(len(self.devices))
-        return dataclasses.replace(
-            bare, predictions=rows.predictions, export_outputs=rows.export_outputs, train_op=train_op, **merged
-        )
-
-    def _local_step(
-        self, run: ModelRun, state: State, block: BlockSyncState, local: _Local, batch: PyTree
-    ) -> tuple[_LocalStep, Frame]:
-        """A step of one tower, with the average that may follow.
-
-        Args:
-          run: on the rows of all towers.
-          state, block: what all towers have in common: without slots, and without copies and variables of their own.
-          batch: the tower's rows.
-
-        Returns:
-          What the step leaves, and the frame as the run left it.
-        """
-        share_of_loss = 1 / len(self.devices) if self.mean_loss else 1.0
-        scale = len(self.devices) * share_of_loss  # a tower trains as if its rows were the whole batch
-        # What was done to the global variables between two blocks, such as a warm start, is where all continue from.
-        copies = _replaced_where(block.since == 0, state.variables, local.copies)
-        own = _replaced_where(block.steps == 0, state.variables, local.own)
-        start = state._replace(variables={**state.variables, **copies, **own}, slots=local.slots)
-
-        def run_from(variables: Variables) -> RunResult:
-            at = start._replace(variables=variables)
-            return self.run_tower(run, at, batch, scale, average=lambda of_this_tower: of_this_tower)
-
-        def trained_from(variables: Variables) -> RunResult:
-            return run_from(variables).scale(scale)
-
-        result = run_from(start.variables)
-        _check_written(result.writes.names, {**copies, **own}, self.block_sync.sync)
+        block: BlockSyncState = frame.slots[SLOTS]
+        # A tower trains as if its rows were the whole batch.
+        scale = 1.0 if self.mean_loss else float(num_towers())
+        run = dataclasses.replace(run, rows=run.rows * num_towers())
+        result = self.run_tower(run, self.start_of(frame), run.batch, scale, lambda of_this_tower: of_this_tower)
+        frame.adopt_names(result.frame.declared)
         trainable = result.frame.declared.trainable
-        _check_own(own, [n for n in (*copies, *own) if not trainable[n] and n not in self.block_sync.sync])
-        moved, slots = result.scale(scale).apply_updates(start, at=trained_from)
-        warmup = self.block_sync.warmup_steps
-        is_warmup = block.steps + 1 == warmup if warmup else None
-        average = BlockAverage(self.block_sync, self.ops, result, is_warmup)
-        changing = [*copies, *own]
-        after = BlockState(
-            {name: state.variables[name] for name in changing},
-            block.outer,
-            {name: moved[name] for name in changing},
-            slots,
-        )
-        # Each step ends a block, so that no branch is needed, nor the copies that a branch makes.
-        if self.block_sync.block_steps == 1 and not warmup:
-            after = average(after)
-        else:
-            after = jax.lax.cond(self._ends_block(block.steps + 1, block.since + 1), average, lambda same: same, after)
-        copies, own = ({name: after.copies[name] for name in some} for some in (copies, own))
-        spec = result.scale(share_of_loss).spec
-        step = _LocalStep(
-            bare=spec.replace_unchecked(
-                predictions=None,
-                loss=None,
-                train_op=TrainOp(moves=(spec.train_op or TrainOp()).moves),
-                eval_metric_ops={},
-                export_outputs=None,
-                reported={},
-            ),
-            variables=after.variables,
-            outer=after.outer,
-            local=_Local(copies, own, after.slots),
-            of_rows=PerPart(predictions=spec.predictions, export_outputs=spec.export_outputs),
-            merged_later={"loss": spec.loss, "eval_metric_ops": spec.eval_metric_ops, "reported": spec.reported},
-        )
-        return step, result.frame
+        whole = {**block.copies, **block.own}
+        _check_written(result.writes.names, whole, self.block_sync.sync)
+        _check_own(block.own, [n for n in whole if not trainable[n] and n not in self.block_sync.sync])
+        run.leave(result.writes.applied_to(frame.variables), result.gradients.by_slots)
+        updates = (result.scale(scale).spec.train_op or TrainOp()).updates
+        end = EndOfStep(self.block_sync, self.ops, result)
+        return result.spec.replace_unchecked(train_op=TrainOp(updates, after=(end,)))
 
-    def _ends_block(self, steps: jax.Array, since: jax.Array) -> jax.Array:
-        """Returns whether towers are averaged after `steps` steps, `since` of them since the last average.
 
-        A state that comes in mid-block from a model with longer blocks is averaged at its next step.
-        """
-        warmup = self.block_sync.warmup_steps
-        at_the_end_of_a_block = (steps > warmup) & (since >= self.block_sync.block_steps)
-        return at_the_end_of_a_block | (steps == warmup) if warmup else at_the_end_of_a_block
-
-    # What becomes of values with the towers as their first dimension. It is communication, so it happens after the last
-    # step of a program.
-
-    def _gather(self, parts: PyTree) -> PyTree:
-        return self.placement.gather(parts)
-
-    def _loss(self, losses: jax.Array) -> jax.Array:
-        return self._gather(losses).sum(axis=0)
-
-    def _metrics(self, metrics: PyTree) -> PyTree:
-        return PerPart(metrics=self._gather(metrics)).merge(len(self.devices)).metrics
-
-    def _reports(self, reported: PyTree) -> PyTree:
-        return PerPart(reported=self._gather(reported)).merge(len(self.devices)).reported
+def _select(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names}
 
 
 def _replaced_where(condition: jax.Array, variables: Variables, copies: Variables) -> Variables:
     """The variables instead of their copies, where the condition holds."""
-    return update_if(condition, lambda copies: {name: variables[name] for name in copies}, copies)
+    return update_if(condition, lambda copies: _select(variables, copies), copies)
 
 
-def _checked_block(frame: Frame, towers: int) -> BlockSyncState:
-    block: BlockSyncState | None = frame.slots.get(SLOTS)
+def _checked_block(state: State, towers: int) -> BlockSyncState:
+    block: BlockSyncState | None = state.slots.get(SLOTS)
     if block is None:
         raise ValueError(
-            f"The state has no slots {SLOTS!r}, only {sorted(frame.slots)}. Initialize it in mode 'train' by the "
+            f"The state has no slots {SLOTS!r}, only {sorted(state.slots)}. Initialize it in mode 'train' by the "
             "model_fn with `block_sync`, or start from the variables of this one (`warm_start_from`)."
         )
     sizes = {len(copy) for copy in jax.tree.leaves((block.copies, block.own))}
@@ -305,7 +244,7 @@ def _check_written(assigned: Sequence[str], copies: Variables, sync: Sequence[st
             f"The model_fn assigns to {unknown} in this training step, but did not in the one that the state was "
             "initialized for, so that towers have no copies of them. Assign to the same variables for any batch."
         )
-    missing = [name for name in sync if name not in assigned]
+    missing = [name for name in sync if name in copies and name not in assigned]
     if missing:
         raise ValueError(
             f"The model_fn does not assign to {missing} in this training step, but did in the one that the state was "

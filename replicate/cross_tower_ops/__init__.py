@@ -1,5 +1,8 @@
 """Sums and copies over towers: the algorithms, and the choice among them."""
 
+from typing import TYPE_CHECKING
+
+from estimator.replication import names_missing_in as _names_missing_in
 from replicate.cross_tower_ops._all_reduce import AllReduce, CollectiveAllReduce
 from replicate.cross_tower_ops._auto import choose_the_best
 from replicate.cross_tower_ops._base import CrossTowerOps, ReduceOp
@@ -22,3 +25,17 @@ __all__ = [
     "add_n",
     "choose_the_best",
 ]
+
+if not TYPE_CHECKING:  # which would take any name for an attribute
+    __getattr__ = _names_missing_in(
+        __name__,
+        others={
+            "AllReduceCrossDeviceOps": "`AllReduce(algorithm)`",
+            "AllReduceCrossTowerOps": "`AllReduce(algorithm)`",
+            "CrossDeviceOps": "`CrossTowerOps`",
+            "HierarchicalCopyAllReduce": '`AllReduce("hierarchical")`',
+            "NcclAllReduce": '`AllReduce("psum")`',
+            "PerDevice": "`PerTower`",
+            "ReductionToOneDeviceCrossTowerOps": "`ReductionToOneDevice(reduce_to_device, accumulation_fn)`",
+        },
+    )

@@ -25,13 +25,14 @@ import jax
 import jax.numpy as jnp
 
 from replicate.towers._collectives import (
+    place_in_group,
     tower_gather,
     tower_permute,
     tower_psum,
     tower_scatter_sum,
     towers_of_processes,
 )
-from replicate.towers._map import num_towers, tower_index
+from replicate.towers._map import num_towers
 
 Groups = list[list[int]]
 Algorithm = Callable[[jax.Array, Groups], jax.Array]
@@ -47,7 +48,7 @@ def ring(x: jax.Array, groups: Groups) -> jax.Array:
     size = len(groups[0])
     # 2 (n - 1) messages of an n-th of the vector each: no algorithm sends less, but each message waits for the one
     # before it.
-    pieces, place = _pad(x, size).reshape(size, -1), _place(groups)
+    pieces, place = _pad(x, size).reshape(size, -1), place_in_group(groups)
     onwards = [(tower, group[(i + 1) % size]) for group in groups for i, tower in enumerate(group)]
 
     def piece(number: jax.Array) -> jax.Array:
@@ -72,7 +73,7 @@ def recursive_halving_doubling(x: jax.Array, groups: Groups) -> jax.Array:
     size = len(groups[0])
     core = 1 << (size.bit_length() - 1)
     extra = [(group[i], group[i - core]) for group in groups for i in range(core, size)]
-    place, distances = _place(groups), [core >> level for level in range(1, core.bit_length())]
+    place, distances = place_in_group(groups), [core >> level for level in range(1, core.bit_length())]
     mine = _pad(x, core)
     if extra:
         mine = mine + tower_permute(mine, extra)
@@ -92,7 +93,7 @@ def recursive_halving_doubling(x: jax.Array, groups: Groups) -> jax.Array:
 
 def tree(x: jax.Array, groups: Groups) -> jax.Array:
     """Pairs are added up, then pairs of pairs, up to the first tower of the group; the sum goes back the same way."""
-    size, place = len(groups[0]), _place(groups)
+    size, place = len(groups[0]), place_in_group(groups)
     distances = [1 << level for level in range((size - 1).bit_length())]
     pairs = {
         distance: [(group[i + distance], group[i]) for group in groups for i in range(0, size - distance, 2 * distance)]
@@ -139,13 +140,27 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
+_TENSORFLOWS = {
+    "nccl": '"psum"',
+    "hierarchical_copy": '"hierarchical"',
+    "xring": '"ring"',
+    "rechd": '"recursive_halving_doubling"',
+    "shuffle": '"reduce_scatter_gather"',
+    "pscpu": "`ReductionToOneDevice()`",
+    "psgpu": "`ReductionToOneDevice()`",
+}
+"""What stands for TensorFlow's algorithms."""
+
+
 def check_algorithm(caller: str, name: str) -> str:
     """The name, "a" or "a/b", if there are such algorithms; else raises a ValueError that names `caller`."""
     parts = name.split("/") if isinstance(name, str) else []
     if not 1 <= len(parts) <= 2 or not all(part in ALGORITHMS for part in parts):
+        hints = [f"TensorFlow's {part!r} is {_TENSORFLOWS[part]} here. " for part in parts if part in _TENSORFLOWS]
         raise ValueError(
-            f'`{caller}` has no algorithm {name!r}. Choose one of {", ".join(ALGORITHMS)}; or two as "a/b", for `a` '
-            "among the towers of each process and `b` across the processes."
+            f"`{caller}` has no algorithm {name!r}. {''.join(dict.fromkeys(hints))}Choose one of "
+            f'{", ".join(ALGORITHMS)}; or two as "a/b", for `a` among the towers of each process and `b` across the '
+            "processes."
         )
     return name
 
@@ -170,13 +185,6 @@ def all_reduce(x: jax.Array, name: str) -> jax.Array:
 
 def _pad(x: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(x, (0, -x.size % multiple))
-
-
-def _place(groups: Groups) -> jax.Array:
-    """The number of this tower in its group."""
-    places = {tower: place for group in groups for place, tower in enumerate(group)}
-    # Looked up in a constant: all towers run the same program, in which only their index differs.
-    return jnp.array([places[tower] for tower in range(len(places))])[tower_index()]
 
 
 def _partners(groups: Groups, core: int, distance: int) -> list[tuple[int, int]]:

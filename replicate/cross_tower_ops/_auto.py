@@ -53,7 +53,7 @@ def choose_the_best(
     return _Fastest(rows) if any(row.best != "psum" or row.pays_alone for row in rows) else AllReduce()
 
 
-# That share a vector. 500 in four vectors take 0.9 of the time of 500 in one: what needs only the first starts earlier.
+# Arrays per vector. 500 in four vectors take 0.9 of the time of 500 in one: what needs only the first starts earlier.
 _MOST_ARRAYS = 128
 
 

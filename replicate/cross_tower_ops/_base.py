@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from estimator import IndexedSlices
+from estimator.replication import Program
 from estimator.typing import Gradients, Tree
 from replicate.cross_tower_ops._per_tower import Mirrored, PerTower, as_per_tower, destination_devices, has_slices
 from replicate.towers._collectives import cross_tower_concatenate, is_slices
@@ -272,7 +273,7 @@ def _concatenate_slices(parts: list[IndexedSlices]) -> IndexedSlices:
 
 
 @functools.lru_cache(maxsize=256)
-# Cached, since `jax.jit` compiles again for each new function.
+# Cached, since each new function is traced again.
 def _program(ops: CrossTowerOps, op: ReduceOp, towers: Devices) -> Callable[[list[Any]], list[jax.Array]]:
     """The sums in towers as a program of its own: from arrays of `_stack` to copies on all towers."""
     if len({device.platform for device in towers}) > 1:
@@ -289,7 +290,7 @@ def _program(ops: CrossTowerOps, op: ReduceOp, towers: Devices) -> Callable[[lis
         # The first argument, shared by the towers, must not be empty: jax would take two rows for pmap's two arguments.
         return tower_map(sums, towers)(np.int32(0), stacked)[0]
 
-    return jax.jit(program, out_shardings=_sharding(towers))
+    return Program(program, out_shardings=_sharding(towers))
 
 
 def _stack(values: list[PerTower]) -> list[Any]:

@@ -30,13 +30,13 @@ class MultiWorkerAllReduce(AllReduce):
 
     Args:
       all_reduce_spec: tuples (algorithm, shards, limit in bytes), with rising limits; the last has none (None or -1).
-        Or one tuple.
+        Or one tuple, or the name of an algorithm. By default there is one shard and no limit.
       num_packs: see `AllReduce`; here 0, as in TensorFlow, so that each array is summed by itself.
       agg_small_grads_max_bytes: see `AllReduce`.
       agg_small_grads_max_group: see `AllReduce`.
 
     Raises:
-      TypeError: `all_reduce_spec` is neither a tuple nor a list of tuples.
+      TypeError: `all_reduce_spec` is neither a name nor a tuple nor a list of tuples.
       ValueError: there is no such algorithm, shards are less than 1, limits do not rise, the last entry has one, or
         both ways of packing are requested.
     """
@@ -70,20 +70,21 @@ class MultiWorkerAllReduce(AllReduce):
 
 
 def _check_spec(all_reduce_spec: Any) -> list[_Spec]:
-    entries = all_reduce_spec
+    entries: Any = (all_reduce_spec,) if isinstance(all_reduce_spec, str) else all_reduce_spec
     if isinstance(entries, tuple) and entries and isinstance(entries[0], str):
         entries = [entries]
     is_list = isinstance(entries, list | tuple) and entries
-    if not is_list or not all(isinstance(entry, tuple) and 2 <= len(entry) <= 3 for entry in entries):
+    if not is_list or not all(isinstance(entry, tuple) and 1 <= len(entry) <= 3 for entry in entries):
         raise TypeError(
             "`MultiWorkerAllReduce` takes tuples (algorithm, shards, limit in bytes) as all_reduce_spec, such as "
             f'[("tree", 1, 4096), ("ring", 2, None)]; got {all_reduce_spec!r}.'
         )
     specs = []
-    for name, shards, *limits in entries:
+    for name, *numbers in entries:
+        shards, limit = (*(numbers or [1]), None)[:2]
         check_algorithm("MultiWorkerAllReduce", name)
         at_least(1, "MultiWorkerAllReduce", "shards", shards)
-        limit = limits[0] if limits and limits[0] not in (None, -1) else sys.maxsize
+        limit = sys.maxsize if limit in (None, -1) else limit
         specs.append(_Spec(name, shards, at_least(1, "MultiWorkerAllReduce", "limit", limit)))
     limits = [spec.limit for spec in specs]
     if limits != sorted(set(limits)) or limits[-1] != sys.maxsize:

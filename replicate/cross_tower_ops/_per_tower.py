@@ -134,7 +134,7 @@ class Mirrored(PerTower):
 
 
 def has_slices(value: PerTower) -> bool:
-    """Says whether the value is row-sparse."""
+    """Returns whether the value is row-sparse."""
     return isinstance(next(iter(value)), IndexedSlices)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,31 +22,14 @@ from estimator.core._placement import Halves, OffTowerPlacement, Placement
 from estimator.loop._context import RunContext
 from estimator.loop._programs import Programs
 from estimator.loop._steps_per_loop import choose, steps_between_looks
-from estimator.steps._compiled_steps import Program
+from estimator.runtime._program import Program
 from estimator.steps._model_info import ModelInfo
 from estimator.steps._transform import Model
 from estimator.typing import Features, Labels, PyTree
 from replicate._replicate_model_fn import ReplicatedTwice, replicate_model_fn
-from replicate.explain._data import Distribution, Home, Memory, Split, StepData, Transfer
+from replicate.explain._explanation import Explanation, Home, Memory, Split, Transfer
 from replicate.explain._hlo import collectives
-from replicate.explain._html import as_page
-from replicate.explain._text import as_text
 from replicate.runner._micro_batches import accumulate_steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation(StepData):
-    """One training step of a replicated model_fn. `print` shows it as text, `html` as a page.
-
-    It has the attributes of `StepData`.
-    """
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def html(self) -> str:
-        """The same as one page with a picture, which needs nothing but itself."""
-        return as_page(self)
 
 
 def explain(
@@ -64,7 +46,7 @@ def explain(
     """Explains what one training step of a model_fn does on its towers, without running it.
 
     The step is the one of `Estimator.train`: it leaves the state and the loss. It is traced and compiled for the
-    devices of the towers, with nothing computed on them. On the command line: `python -m replicate.explain --help`.
+    devices of the towers, with nothing computed on them.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
     >>> from replicate import TowerOptimizer, explain
@@ -115,13 +97,15 @@ def explain(
     if info.placement.spans_processes:
         raise ValueError(
             "`explain` reads the program of one process, and these towers are on several. Call it in one process "
-            "with as many devices; `python -m replicate.explain --towers=N` makes them of the CPU."
+            'with as many devices, such as CPU devices that `jax.config.update("jax_num_cpu_devices", N)` makes.'
         )
     # The placement of the batch has the towers' devices, in their order.
     sharding = info.placement.batch(rows)
     assert sharding is not None  # a replicated model_fn says where its batches go
     devices = sharding.mesh.devices if isinstance(sharding, NamedSharding) else np.array(list(sharding.device_set))
     towers = devices.reshape(len(devices), -1)  # [towers, devices of a tower]
+    if devices.size == 1:
+        towers = towers.repeat(info.placement.towers_per_process, axis=0)
     programs, state = Programs(model, features, labels), model.abstract_init(features, labels)
     if info.is_one_program:
         step = programs.trace_step(state)
@@ -132,7 +116,7 @@ def explain(
     return Explanation(
         name=name,
         towers=tuple(", ".join(map(str, tower)) for tower in towers),
-        distribution=Distribution(info.placement.kind),
+        placement=info.placement.describe(),
         rows=rows,
         micro_batches=notes["micro_batches"],
         batch=_splits(features, labels, len(towers)),
@@ -170,6 +154,9 @@ class _TowersAlone(OffTowerPlacement):
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
 
+    def describe(self) -> str:
+        return self._placement.describe()
+
     def state(self, like: Any) -> Any:
         return self._placement.state(like)
 
@@ -179,14 +166,14 @@ class _TowersAlone(OffTowerPlacement):
     def batch(self, rows: int) -> Any:
         return self._placement.batch(rows)
 
-    def compile_step(self, step: Callable[..., Any], halves: Halves, like: Any, donate: bool) -> Callable[..., Any]:
+    def split_step(self, halves: Halves, like: Any, donate: bool) -> Callable[..., Any]:
         def compute(state: Any, features: Features, labels: Labels) -> Any:
             spec, gradients, assigned = halves.compute(state, features, labels)
             return (gradients.by_slots, assigned), spec
 
         return compute
 
-    def compile_read(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def split_read(self, step: Callable[..., Any]) -> Callable[..., Any]:
         return step
 
 
@@ -222,7 +209,7 @@ def _trace_towers(
 
 def _steps_per_program(programs: Programs, config: object) -> int:
     looks = steps_between_looks(getattr(config, "log_step_count_steps", None))
-    return choose("auto", programs, (), RunContext(est.ModeKeys.TRAIN), looks).most()
+    return choose("auto", programs, (), RunContext(est.ModeKeys.TRAIN), looks).bounds().room
 
 
 def _splits(features: Features, labels: Labels, towers: int) -> tuple[Split, ...]:

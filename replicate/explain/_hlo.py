@@ -104,7 +104,7 @@ def collectives(program: str) -> tuple[Collective, ...]:
     from several places comes once for each.
 
     Args:
-      program: the HLO text, from `jax.jit(f).lower(...).compile().as_text()`.
+      program: the HLO text, from `lowered.compile().as_text()`.
 
     Raises:
       ValueError: the text has no entry computation, or does not say in a known way which devices work together.
@@ -172,7 +172,7 @@ def _collective(kind: str, instruction: _Instruction, devices: int, times: int |
     result = instruction.result
     if instruction.opcode.endswith("-start"):  # what it returns may hold its arguments too, first
         parts = _elements(result)
-        # An all-reduce-start returns its results alone, in a tuple if there are several.
+        # An all-reduce-start returns only its results, in a tuple if there are several.
         if len(parts) > 1 and (kind != "all-reduce" or parts[0].startswith("(")):
             result = parts[1]
     arrays = tuple((dtype, _shape(dims)) for dtype, dims in _ARRAY.findall(result))

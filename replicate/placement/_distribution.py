@@ -43,7 +43,8 @@ def place(
     devices: Sequence[Any],
     variable_device: jax.Device | str | None = None,
 ) -> Placement:
-    """The placement for a distribution over the towers' devices, one per tower or a tuple of them."""
+    """The placement for a distribution over the towers' devices, one per tower or a tuple of them, or one for all."""
+    number, devices = len(devices), tuple(dict.fromkeys(devices))
     distribution = VariableDistribution(distribution)
     wide = isinstance(devices[0], tuple)
     if wide and distribution != VariableDistribution.MIRRORED:
@@ -61,7 +62,7 @@ def place(
     if wide:
         towers = ModelParallelPlacement(devices)
     else:
-        towers = OneDevicePlacement(devices[0]) if len(devices) == 1 else MirroredPlacement(devices)
+        towers = OneDevicePlacement(devices[0], number) if len(devices) == 1 else MirroredPlacement(devices)
     if distribution == VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER:
         home = _variable_device(devices, variable_device)
         # If the variable device is the only tower's, a step is one program without transfers.

@@ -15,13 +15,19 @@ from estimator.typing import Shardings, Tree
 from replicate.towers._collectives import gather_cut
 from replicate.towers._map import TOWER_AXIS, tower_mesh
 from replicate.towers._packing import SMALL
+from replicate.towers._split_batch import rows_of_tower
 
 
 class OneDevicePlacement(Placement):
-    """Everything on one given device."""
+    """Everything on one given device, of one tower or several."""
 
-    def __init__(self, device: jax.Device) -> None:
+    def __init__(self, device: jax.Device, towers: int = 1) -> None:
+        self.towers_per_process = towers
         self._sharding = SingleDeviceSharding(device)
+
+    @property
+    def devices(self) -> Sequence[jax.Device]:
+        return tuple(self._sharding.device_set)
 
     def state(self, like: State) -> Shardings:
         return self._sharding
@@ -37,8 +43,20 @@ class MeshPlacement(Placement):
       devices: one per tower, or a tuple of them.
     """
 
+    homes = "mirrored"
+
     def __init__(self, devices: Sequence[Any]) -> None:
         self._mesh = tower_mesh(devices)
+
+    @property
+    def devices(self) -> Sequence[jax.Device]:
+        return tuple(self._mesh.devices.flat)
+
+    def describe(self) -> str:
+        return (
+            "All towers have the variables and slots: the optimizers run on the sums of the gradients in every tower "
+            "alike, so that all copies stay equal."
+        )
 
     def state(self, like: State) -> Shardings:
         return NamedSharding(self._mesh, PartitionSpec())
@@ -55,8 +73,6 @@ class MeshPlacement(Placement):
 class MirroredPlacement(MeshPlacement):
     """A copy of the state on every tower's device, in one process or several."""
 
-    kind = "mirrored"
-
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         super().__init__(devices)
         processes = len({device.process_index for device in devices})
@@ -66,12 +82,8 @@ class MirroredPlacement(MeshPlacement):
     def from_processes(self, batch: Tree, stacked: bool = False) -> Tree:
         axes = (None, TOWER_AXIS) if stacked else (TOWER_AXIS,)
         rows = {x.shape[len(axes) - 1] for x in jax.tree.leaves(batch) if not _is_global(x)}
-        if any(n % self.towers_per_process for n in rows):
-            raise ValueError(
-                f"Batch size {max(rows)} needs to be divisible by the number of towers, which is "
-                f"{self.towers_per_process} in each process. Drop the remainder in input_fn (`drop_remainder=True`), "
-                "or choose another batch size."
-            )
+        for n in rows:
+            rows_of_tower(n, self.towers_per_process, each_process=True)
         return _global(batch, NamedSharding(self._mesh, PartitionSpec(*axes)))
 
     def whole_in_each(self, tree: Tree) -> Tree:
@@ -92,7 +104,13 @@ class MirroredPlacement(MeshPlacement):
 class ShardedPlacement(MirroredPlacement):
     """Every array of the state cut over the devices, where it can be."""
 
-    kind = "sharded"
+    homes = "sharded"
+
+    def describe(self) -> str:
+        return (
+            "Variables and slots are cut over the towers, which gather the variables before they compute: the "
+            "optimizers run on the sums of the gradients, on each device for its pieces."
+        )
 
     def state(self, like: State) -> Shardings:
         return jax.tree.map(lambda array: NamedSharding(self._mesh, _spec(self._axis(array))), like)
@@ -109,7 +127,7 @@ class ShardedPlacement(MirroredPlacement):
         return jax.tree.unflatten(structure, leaves)
 
     def _axis(self, array: Any) -> int | None:
-        """The dimension along which an array is cut; None: nowhere."""
+        """The dimension along which an array is cut, or None."""
         return next((axis for axis, size in enumerate(array.shape) if size % self._mesh.size == 0), None)
 
 

@@ -18,14 +18,14 @@ from replicate.towers._map import PART_AXIS
 class ModelParallelPlacement(MeshPlacement):
     """Towers of several devices: some arrays are cut over the devices of a tower, and every tower has the same."""
 
-    kind = "mirrored"
-
     def __init__(self, towers: Sequence[tuple[jax.Device, ...]], partitions: Partitions | None = None) -> None:
         super().__init__(towers)
         self._towers = towers
         self._partitions = partitions or {}
         self.parts = len(towers[0])
         self.towers_per_process = len(towers)
+        if self._partitions:
+            self.homes = f"mirrored, {len(self._partitions)} of them cut over the devices of a tower"
 
     def with_partitions(self, partitions: Partitions) -> ModelParallelPlacement:
         return ModelParallelPlacement(self._towers, partitions)

@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.tree_util import DictKey
 
 from estimator import EstimatorSpec, State, TrainOp
-from estimator.replication import Halves, OffTowerPlacement, Placement, compile_first
+from estimator.replication import Halves, OffTowerPlacement, Placement, Program
 from estimator.typing import Features, Gradients, Labels, PyTree, Read, Shardings, Step, Tree
 from replicate.placement._transfer import Packed, joined_parcels, packed_by_source, transfer
 from replicate.towers._collectives import is_slices, join_slices
@@ -35,8 +35,14 @@ class ParameterServer(OffTowerPlacement):
     """
 
     def __init__(self, towers: Placement, devices: Sequence[jax.Device]) -> None:
+        super().__init__(devices)
         self._towers = towers
+        self.towers_per_process = towers.towers_per_process
         self._homes = [SingleDeviceSharding(device) for device in devices]
+
+    @property
+    def devices(self) -> Sequence[jax.Device]:
+        return self._towers.devices
 
     def state(self, like: State) -> Shardings:
         homes = {name: self._homes[n % len(self._homes)] for n, name in enumerate(like.variables)}
@@ -55,7 +61,7 @@ class ParameterServer(OffTowerPlacement):
     def state_to_read(self, like: State) -> Shardings:
         return self._towers.state(like)
 
-    def compile_read(self, step: Read[Tree]) -> Read[Tree]:
+    def split_read(self, step: Read[Tree]) -> Read[Tree]:
         programs: dict[Any, tuple[Callable[..., Any], list[int], Any]] = {}
 
         def call(state: State, features: Features, labels: Labels) -> Any:
@@ -65,22 +71,19 @@ class ParameterServer(OffTowerPlacement):
             leaves, structure = jax.tree.flatten(args)
             # What was pruned fits one structure and these shapes, as a program of `jax.jit` does.
             kind = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-            is_new = kind not in programs
-            if is_new:
+            if kind not in programs:
                 traced, shape = _trace(step, args)
                 run, taken = _prune(traced, [True] * len(traced.jaxpr.outvars))
-                programs[kind] = jax.jit(_of_parcels(run)), taken, jax.tree.structure(shape)
+                programs[kind] = Program(_of_parcels(run)), taken, jax.tree.structure(shape)
             program, taken, result = programs[kind]
             of_state = len(jax.tree.leaves(state))
             parcels = packed_by_source([leaves[i] for i in taken if i < of_state], self.state_to_read(state))
             batch = [leaves[i] for i in taken if i >= of_state]
-            if is_new:
-                compile_first(program, parcels, *batch)
             return jax.tree.unflatten(result, program(parcels, *batch))
 
         return call
 
-    def compile_step(self, step: Step, halves: Halves, like: State, donate: bool) -> Step:
+    def split_step(self, halves: Halves, like: State, donate: bool) -> Step:
         shardings = self.state(like)
         homes = {name: jax.tree.leaves(home)[0] for name, home in shardings.variables.items()}
 
@@ -93,7 +96,7 @@ class ParameterServer(OffTowerPlacement):
             gradients = dataclasses.replace(bare, by_slots=_sum_towers(parcels))
             return halves.apply(state, train_op, gradients, assigned)
 
-        read = self.compile_read(compute)
+        read = self.split_read(compute)
         updates: dict[Any, _Update] = {}
 
         def several(state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
@@ -160,12 +163,11 @@ class _Update:
         uses = collections.Counter(i for _, _, taken in parts for i in taken)
         keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(args[0])]
         self._programs = []
-        self._is_new = True
         for home, run, taken in parts:
             # An array that two programs read must not be donated by the first one.
             only_here = {i for i, h in enumerate(self._homes) if h == home and uses[i] == 1 and not keys[i]}
-            donated = [position for position, i in enumerate(taken) if i in only_here] if donate else ()
-            self._programs.append((home, jax.jit(run, donate_argnums=donated), taken))
+            donated = [position for position, i in enumerate(taken) if i in only_here] if donate else []
+            self._programs.append((home, Program(run, donated), taken))
 
     def __call__(self, *args: Any) -> State:
         leaves = jax.tree.leaves(args)
@@ -173,13 +175,10 @@ class _Update:
         ready = [transfer([leaves[i] for i in taken], home) for home, _, taken in self._programs]
         new: list[Any] = [None] * len(self._homes)
         for (home, program, _), mine in zip(self._programs, ready, strict=True):
-            if self._is_new:
-                compile_first(program, *mine)
             outputs = iter(program(*mine))
             for i, h in enumerate(self._homes):
                 if h == home:
                     new[i] = next(outputs)
-        self._is_new = False
         return jax.tree.unflatten(self._structure, new)
 
 

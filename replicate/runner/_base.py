@@ -14,7 +14,8 @@ from estimator.replication import Frame, ModelRun, NonFinitePolicy, PerPart, Pla
 from estimator.typing import Forward
 from replicate.cross_tower_ops import CrossTowerOps
 from replicate.towers._collectives import cross_tower_mean
-from replicate.towers._map import num_towers, tower_index
+from replicate.towers._key import tower_key
+from replicate.towers._map import num_towers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Runner(abc.ABC):
       devices: one per tower, or a tuple of them.
       placement: where the variables live.
       mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
-      on_nan: None: gradients are not looked at.
+      on_nan: policy for gradients that are not finite; None if nobody looks.
       ops: takes the sums over towers.
       transform: the `tower_transform` of `replicate_model_fn`.
     """
@@ -81,7 +82,7 @@ def tower_frame(
     key = start.key
     # A single tower with all rows draws the same random numbers as a plain model_fn.
     if num_towers() > 1 or first:
-        key = jax.random.fold_in(key, tower_index() + first)
+        key = tower_key(key, first)
     return frame.fresh(
         variables=start.variables,
         slots=start.slots,

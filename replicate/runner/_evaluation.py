@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from estimator import EstimatorSpec, State
-from estimator.replication import ModelRun, RunResult, concatenate_specs
+from estimator.replication import ModelRun, concatenate_specs
 from estimator.typing import PyTree
 from replicate.runner._base import Runner, tower_frame
 from replicate.towers._collectives import cross_tower_mean
@@ -35,6 +35,20 @@ class _Part(NamedTuple):
     devices: tuple[Any, ...]
     begin: int
     size: int
+
+
+class _PartResult(NamedTuple):
+    """The result of the towers that take a part.
+
+    Attributes:
+      spec: merged over them.
+      denominators: of the losses, summed over them.
+      declared: `Frame.declared` of one of them.
+    """
+
+    spec: EstimatorSpec
+    denominators: list[jax.Array]
+    declared: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,20 +90,21 @@ class Evaluation:
         if not is_only and results[0].denominators:
             totals = [sum(both[1:], both[0]) for both in zip(*(r.denominators for r in results), strict=True)]
             results = [self._run(part, is_only, totals) for part in parts]
-        self.run.frame.adopt_names(results[-1].frame)
+        self.run.frame.adopt_names(results[-1].declared)
         sizes = [part.size for part in parts]
         return self.runner.readable(concatenate_specs([r.spec for r in results], sizes, self.runner.mean_loss))
 
-    def _run(self, part: _Part, is_only: bool, totals: list[jax.Array] | None) -> RunResult:
+    def _run(self, part: _Part, is_only: bool, totals: list[jax.Array] | None) -> _PartResult:
         """The result of all towers that take a part.
 
         Args:
           is_only: whether the part has all rows.
-          totals: the denominators summed over all parts, for losses to divide by; None: not known yet.
+          totals: the denominators summed over all parts, for losses to divide by; None if not known yet.
         """
         runner, towers = self.runner, len(part.devices)
         scale = 1 / towers if runner.mean_loss else 1.0
-        results: list[RunResult] = []
+        # Then the towers', but not their frames: those hold values of the towers.
+        declared = [self.run.frame.declared]
 
         def average(denominator: jax.Array, index: int | None) -> jax.Array:
             if index is None and not is_only:
@@ -103,7 +118,7 @@ class Evaluation:
             share = 1.0 if runner.mean_loss else part.size / towers / self.run.rows
             inside = tower_frame(self.run.frame, start, average, share, first=part.begin)
             result = self.run.on(batch, inside, differentiate=False, loss_scale=scale, transform=runner.transform)
-            results.append(result)
+            declared.append(result.frame.declared)
             if len(runner.devices) > 1:
                 result.check_rows(part.size // towers)
             summed, per_part = result.scale(scale).split()
@@ -113,4 +128,4 @@ class Evaluation:
         mapped = tower_map(tower, part.devices) if is_even else lone_tower(tower, runner.devices)
         rows = take_rows(self.run.batch, part.begin, part.size)
         (summed, denominators), per_part = mapped(self._start, rows)
-        return results[-1]._replace(spec=runner.merge_parts(per_part, towers).join(summed), denominators=denominators)
+        return _PartResult(runner.merge_parts(per_part, towers).join(summed), denominators, declared[-1])

@@ -17,8 +17,9 @@ from estimator.typing import PyTree
 from replicate.runner._base import Runner
 from replicate.runner._tower_optimizer import TowerOptimizer
 from replicate.towers._collectives import is_slices, join_slices
-from replicate.towers._map import num_towers, tower_index
-from replicate.towers._split_batch import split_rows
+from replicate.towers._key import tower_key
+from replicate.towers._map import num_towers
+from replicate.towers._split_batch import rows_of_tower, split_rows
 
 
 def accumulate_steps(train_op: TrainOp | None) -> int:
@@ -68,7 +69,7 @@ class MicroBatches:
         Raises:
           ValueError: the rows do not divide by `steps`.
         """
-        rows = self._checked_rows()
+        rows = rows_of_tower(self.run.rows, num_towers(), self.steps)
         numbered = jnp.arange(self.steps, dtype=jnp.int32), split_rows(batch, self.steps)
         denominators: list[jax.Array] = []
         # Losses are divided by the weights of all micro-batches, which a forward pass sums before the gradients.
@@ -86,7 +87,7 @@ class MicroBatches:
             slices = [leaf for leaf in leaves if is_slices(leaf)]
             return [total + leaf for total, leaf in zip(totals, addends, strict=True)], (per_part, slices)
 
-        # The leaves alone are carried, since the structure holds the optimizers, of which each run makes its own.
+        # Only the leaves are carried, since the structure holds the optimizers, of which each run makes its own.
         summed = like.scale(self._share).split()[0]
         leaves, structure = jax.tree.flatten((summed, like.gradients, like.writes), is_leaf=is_slices)
         zeros = [jnp.zeros_like(leaf) for leaf in leaves if not is_slices(leaf)]
@@ -94,24 +95,14 @@ class MicroBatches:
         sums, joins = iter(totals), map(join_slices, slices)
         whole = [next(joins if is_slices(leaf) else sums) for leaf in leaves]
         summed, gradients, writes = jax.tree.unflatten(structure, whole)
-        return RunResult(per_part.merge(self.steps).join(summed), gradients, writes, denominators, like.frame)
+        return RunResult(
+            per_part.merge(self.steps, are_towers=False).join(summed), gradients, writes, denominators, like.frame
+        )
 
     @property
     def _share(self) -> float:
         """The share of a micro-batch's loss in the tower's."""
         return 1 / self.steps if self.runner.mean_loss else 1.0
-
-    def _checked_rows(self) -> int:
-        """The number of rows of a tower."""
-        towers, steps = num_towers(), self.steps
-        rows = self.run.rows // towers
-        if rows % steps:
-            raise ValueError(
-                f"Batch size {self.run.rows} needs to be divisible by the number of towers, which is {towers}, times "
-                f"`accumulate_steps`, which is {steps}. Choose a batch size that is a multiple of {towers * steps}, or "
-                "another `accumulate_steps`."
-            )
-        return rows
 
     def _run_one(self, index: jax.Array, batch: PyTree, denominators: list[jax.Array] | None) -> RunResult:
         """The run of a micro-batch, differentiated if the denominators that its losses divide by are known."""
@@ -127,7 +118,7 @@ class MicroBatches:
             return own if denominators is None else _replace_denominator(own, denominators[number])
 
         # Numbered over all towers, so that each micro-batch draws other random numbers.
-        key = jax.random.fold_in(self.frame.key, tower_index() * self.steps + index)
+        key = tower_key(self.frame.key, index, self.steps)
         replica = self.frame.replica
         share = replica.share if self.runner.mean_loss else replica.share / self.steps
         return self.run.on(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from estimator import EstimatorSpec, State, TrainOp
-from estimator.replication import Frame, ModelRun, RunResult
+from absl import logging
+
+from estimator import EstimatorSpec, ModeKeys, Reduction, State, TrainOp
+from estimator.replication import ModelRun, RunResult, reductions
 from estimator.typing import PyTree
 from replicate.runner._base import Runner, tower_frame
 from replicate.runner._evaluation import Evaluation
 from replicate.runner._micro_batches import MicroBatches, accumulate_steps
-from replicate.runner._tower_optimizer import TowerOptimizer
 from replicate.towers._collectives import cross_tower_mean
 from replicate.towers._map import lone_tower, num_towers, tower_index, tower_map
 
@@ -22,25 +23,27 @@ class SyncRunner(Runner):
 
     def initialize(self, run: ModelRun) -> EstimatorSpec:
         """Creates the variables as one tower with the whole batch would."""
-        frame, frames = run.frame, list[Frame]()
+        frame = run.frame
+        declared = [frame.declared]  # then the tower's
 
         def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
             key, initial_values = start
             result = run.on(batch, frame.fresh(key=key, initial_values=initial_values), differentiate=False)
-            frames.append(result.frame)
+            declared.append(result.frame.declared)
             if len(self.devices) > 1:
                 _check_optimizers(result.spec.train_op)
+                self._compare_reductions(result)
             return (result.spec, result.frame.variables, result.frame.slots), None
 
         # In one tower: initial values depend on the key only, and all towers start with the same values.
         (spec, variables, slots), _ = lone_tower(tower, self.devices)((frame.key, frame.initial_values), run.batch)
         frame.variables.update(variables)
         frame.slots.update(slots)
-        frame.adopt_names(frames[0])
+        frame.adopt_names(declared[-1])
         # The towers take the gradients, not the run around them.
         run.leave({}, {update.slots: {} for update in (spec.train_op or TrainOp()).updates})
         # Which variables are cut is known only after the run that creates them.
-        frame.placement = self.placement.with_partitions(frames[0].declared.partitions)
+        frame.placement = self.placement.with_partitions(declared[-1].partitions)
         # Already here, in the program of `init`, so that no device makes the slots of a cut variable whole.
         frame.slots.update(frame.placement.place(frame.slots))
         return spec
@@ -48,11 +51,12 @@ class SyncRunner(Runner):
     def train(self, run: ModelRun) -> EstimatorSpec:
         scale = 1 / len(self.devices) if self.mean_loss else 1.0
         sums_here = self.placement.is_one_program  # otherwise the gradients are summed where the variables are
-        frames: list[Frame] = []
+        # Then the towers', but not their frames: those hold values of the towers.
+        declared = [run.frame.declared]
 
         def tower(start: State, batch: PyTree) -> tuple[PyTree, PyTree]:
             result = self.run_tower(run, start, batch, scale, cross_tower_mean)
-            frames.append(result.frame)
+            declared.append(result.frame.declared)
             summed, per_part = result.scale(scale).split()
             # Marks are set before the sum, which spreads a NaN of one tower to all.
             marks = self.on_nan.mark(result.gradients, tower_index(), num_towers()) if self.on_nan else {}
@@ -62,11 +66,20 @@ class SyncRunner(Runner):
 
         in_towers = tower_map(tower, self.devices)
         (spec, marks, written, sums), (per_part, to_sum) = in_towers(self.start_of(run.frame), run.batch)
-        run.frame.adopt_names(frames[-1])
+        run.frame.adopt_names(declared[-1])
         per_part = self.merge_parts(per_part, len(self.devices))
         train_op, gradients, marks = self.placement.to_update((spec.train_op, sums or to_sum, marks))
         run.leave(written, dict(zip((u.slots for u in train_op.updates), gradients, strict=True)), marks)
         return self.readable(per_part.join(spec)).replace_unchecked(train_op=train_op)
+
+    def _compare_reductions(self, result: RunResult) -> None:
+        known = [reduction for loss, reduction in reductions(result.frame) if loss is result.spec.loss]
+        if known and result.spec.mode == ModeKeys.TRAIN and self.mean_loss == (known[0] == Reduction.SUM):
+            logging.warning(
+                "The model_fn's loss has Reduction.%s, but the loss_reduction of the towers is %s: they do not compute "
+                "the numbers of one big batch. Write `replicate_model_fn(model_fn, est.Reduction.%s)`.",
+                *(Reduction(known[0]).name, "a mean" if self.mean_loss else "SUM", Reduction(known[0]).name),
+            )
 
     def run_tower(
         self, run: ModelRun, start: State, batch: PyTree, scale: float, average: Callable[[PyTree], PyTree]
@@ -100,7 +113,7 @@ class SyncRunner(Runner):
 
 def _check_optimizers(train_op: TrainOp | None) -> None:
     for update in train_op.updates if train_op else ():
-        if not isinstance(update.optimizer, TowerOptimizer):
+        if not update.optimizer.sums_over_towers:
             raise ValueError(
                 "Please wrap optimizers with TowerOptimizer in order to use replicate_model_fn with multiple "
                 f"`devices`. Got the plain optimizer {update.optimizer.get_name()!r}; write "

@@ -63,6 +63,7 @@ class TowerOptimizer(Optimizer):
         learning rate, already.
     """
 
+    sums_over_towers = True
     accumulate_steps: int
 
     def __init__(

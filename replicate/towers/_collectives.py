@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from estimator import IndexedSlices
 from estimator.typing import Tree
-from replicate.towers._map import TOWER_AXIS, map_pieces, num_towers, one_sum
+from replicate.towers._map import TOWER_AXIS, are_on_one_device, map_pieces, num_towers, one_sum, tower_index
 from replicate.towers._packing import by_dtype, pack, unpack
 
 
@@ -69,7 +69,7 @@ def cross_tower_concatenate(x: Tree) -> Tree:
 
 
 def is_slices(x: object) -> TypeGuard[IndexedSlices]:
-    """Says whether a node of a pytree is a sparse gradient: a sum of them is the slices of all, one after the other."""
+    """Returns whether a node of a pytree is a sparse gradient; a sum of them has the slices of all, in order."""
     return isinstance(x, IndexedSlices)
 
 
@@ -109,8 +109,17 @@ def towers_of_processes() -> list[list[int]]:
 # with the towers of its group.
 
 
+def place_in_group(groups: list[list[int]]) -> jax.Array:
+    """The number of this tower in its group."""
+    places = {tower: place for group in groups for place, tower in enumerate(group)}
+    # Looked up in a constant: all towers run the same program, in which only their index differs.
+    return jnp.array([places[tower] for tower in range(len(places))])[tower_index()]
+
+
 def tower_psum(x: jax.Array, groups: list[list[int]]) -> jax.Array:
     """The sum over the group by XLA's own algorithm."""
+    if are_on_one_device():
+        return _take_group(x, groups).sum(0, dtype=x.dtype)
     return x if len(groups[0]) == 1 else jax.lax.psum(x, TOWER_AXIS, axis_index_groups=_or_none(groups))
 
 
@@ -118,6 +127,8 @@ def tower_gather(x: jax.Array, groups: list[list[int]]) -> jax.Array:
     """The vectors of the group, one after the other."""
     if len(groups[0]) == 1:
         return x
+    if are_on_one_device():
+        return _take_group(x, groups).reshape(-1)
     return jax.lax.all_gather(x, TOWER_AXIS, axis_index_groups=_or_none(groups), tiled=True)
 
 
@@ -125,12 +136,29 @@ def tower_scatter_sum(x: jax.Array, groups: list[list[int]]) -> jax.Array:
     """A piece of the sum over the group: the n-th tower has the n-th of equal pieces."""
     if len(groups[0]) == 1:
         return x
+    if are_on_one_device():
+        return tower_psum(x, groups).reshape(len(groups[0]), -1)[place_in_group(groups)]
     return jax.lax.psum_scatter(x, TOWER_AXIS, axis_index_groups=_or_none(groups), tiled=True)
 
 
 def tower_permute(x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     """Sends `x` from the first tower of each pair to the second; returns what comes here, zeros where nothing does."""
+    if are_on_one_device():  # where each tower would have to send
+        senders = {to: sender for sender, to in pairs}
+        here = jnp.array([tower in senders for tower in range(num_towers())])[tower_index()]
+        sent = _take_towers(x, [[senders.get(tower, tower)] for tower in range(num_towers())])[0]
+        return jnp.where(here, sent, jnp.zeros_like(sent))
     return jax.lax.ppermute(x, TOWER_AXIS, pairs)
+
+
+def _take_group(x: jax.Array, groups: list[list[int]]) -> jax.Array:
+    of_tower = {tower: group for group in groups for tower in group}
+    return _take_towers(x, [of_tower[tower] for tower in range(num_towers())])
+
+
+def _take_towers(x: jax.Array, towers: list[list[int]]) -> jax.Array:
+    """The values of the towers that are listed for this one, in a new first dimension."""
+    return jax.lax.all_gather(x, TOWER_AXIS)[jnp.array(towers)[tower_index()]]
 
 
 def _or_none(groups: list[list[int]]) -> list[list[int]] | None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import jax
 
-_NAME = re.compile(r"/?(?:device:)?(gpu|cpu|tpu)(?::(\d+))?", re.IGNORECASE)
+# With TensorFlow's "/job:localhost/replica:0/task:0", which is this process, or without.
+_NAME = re.compile(
+    r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?(gpu|cpu|tpu)(?::(\d+))?", re.IGNORECASE
+)
 
 
-def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device, ...]:
+def find_devices(devices: Sequence[jax.Device | str] | None, repeated: bool = False) -> tuple[jax.Device, ...]:
     """The devices of the towers.
 
     >>> [str(device) for device in find_devices(["/cpu:0", "/device:CPU:1"])]
@@ -20,9 +23,10 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
 
     Args:
       devices: `jax.Device`s, or names such as "/gpu:0", "/device:GPU:0", "cpu:1", which count the devices of this
-        process; or what jax calls a device, `str(device)`: "cuda:0", or "cpu:2048" in the second of several processes.
-        None means all GPUs or TPU cores, or, where there are none, all CPU devices: of all processes, if there are
-        several.
+        process, as TensorFlow's "/job:localhost/replica:0/task:0/device:GPU:0" does; or what jax calls a device,
+        `str(device)`: "cuda:0", or "cpu:2048" in the second of several processes. None means all GPUs or TPU cores,
+        or, where there are none, all CPU devices: of all processes, if there are several.
+      repeated: whether a single device may be named several times, for as many towers.
     """
     if devices is None:
         # The towers of a process are next to each other, like its rows in the global batch.
@@ -32,10 +36,13 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
     chosen = tuple(_find(device) for device in devices)
     if not chosen:
         raise ValueError("devices must name at least one device; got none. Leave it out for all of them.")
-    if len(set(chosen)) < len(chosen):
-        raise ValueError(f"Each device may come once in devices; got {list(devices)}.")
     if len({device.platform for device in chosen}) > 1:
-        raise ValueError(f"The devices of the towers must be of one kind; got {list(devices)}.")
+        raise ValueError(
+            f"The devices of the towers must be of one kind, since all towers run in one program; got {list(devices)}."
+        )
+    if len(set(chosen)) < len(chosen) and not (repeated and len(set(chosen)) == 1):
+        also = ", unless they are all the same one, on which the towers then run together" if repeated else ""
+        raise ValueError(f"Each device may come once in devices{also}; got {list(devices)}.")
     return chosen
 
 
@@ -66,6 +73,11 @@ def in_towers_of(size: int, devices: tuple[jax.Device, ...]) -> tuple[Any, ...]:
         )
     if size == 1:
         return devices
+    if len(set(devices)) < len(devices):
+        raise ValueError(
+            f"devices_per_tower={size} was given with one device named {len(devices)} times. A tower of several "
+            "devices needs as many; leave out devices_per_tower."
+        )
     if len({device.process_index for device in devices}) > 1:
         raise ValueError(
             f"devices_per_tower={size} was given with devices of several processes. Towers of several devices run in "

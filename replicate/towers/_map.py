@@ -35,7 +35,7 @@ def tower_map(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
     Args:
       fn: gets `shared` as it is and its own rows of `batch`; returns what is the same in all towers, and its own.
       devices: one per tower, or as many of them in a tuple. With a single tower the function is called as it is, with
-        the axis of one tower bound.
+        the axis of one tower bound. If all are the same device, it runs the towers together, as an axis of its arrays.
 
     Returns:
       A function of `shared` and a batch whose rows divide by the towers; what comes back as `own` has the towers as
@@ -43,14 +43,34 @@ def tower_map(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
     """
     if len(devices) == 1:
         return lone_tower(fn, devices)
+    mapped = map_own(fn, devices)
+    return lambda shared, batch: mapped(shared, split_rows(batch, len(devices)))
 
+
+def map_own(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
+    """The same for arrays that have the towers as their first dimension already, instead of the rows of a batch."""
+    if len(devices) == 1:
+        alone = lone_tower(fn, devices)
+        return lambda shared, given: alone(shared, jax.tree.map(lambda x: x[0], given))
     if isinstance(devices[0], tuple):
-        parted = _of_parts(fn, devices)
-        return lambda shared, batch: parted(shared, split_rows(batch, len(devices)))
+        return _of_parts(fn, devices)
+    if len(set(devices)) == 1:
+        return _on_one_device(fn, len(devices), batch_axis=0)
     if len({device.process_index for device in devices}) > 1:  # to which a `jax.pmap` inside a `jax.jit` does not reach
         return _over_mesh(fn, tower_mesh(devices))
-    mapped = jax.pmap(fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices)
-    return lambda shared, batch: mapped(shared, split_rows(batch, len(devices)))
+
+    def call(shared: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+        # jax keeps the function for ever, and with it would keep the run that it is a part of, with all its tracers.
+        held = [fn]
+        mapped = jax.pmap(
+            lambda *args: held[0](*args), axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices
+        )
+        try:
+            return mapped(shared, given)
+        finally:
+            held.clear()
+
+    return call
 
 
 def lone_tower(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
@@ -64,7 +84,8 @@ def lone_tower(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
       fn: as for `tower_map`.
       devices: of all towers in the program.
     """
-    alone = _one_tower(fn)
+    # Binds the axis and nothing else: a vmap over no argument leaves the operations of `fn` as they are.
+    alone = _on_one_device(fn, towers=1, batch_axis=None)
     if len(devices) == 1 or not isinstance(devices[0], tuple):
         return alone
     whole = PartitionSpec()
@@ -74,7 +95,7 @@ def lone_tower(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
 
 
 def _of_parts(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
-    """The same for towers of several devices, and a batch with the towers as its first dimension.
+    """The same for towers of several devices.
 
     Only the axis over the towers is mapped; within a tower XLA cuts the work as variables and `est.spread` tell.
     """
@@ -83,7 +104,7 @@ def _of_parts(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
             f"Towers of {len(devices[0])} devices (`devices_per_tower`) run in compiled programs only, and "
             "`jax.disable_jit` is on. Leave out `devices_per_tower` to look at values: the numbers are the same."
         )
-    return _over_mesh(lambda shared, batch: fn(shared, jax.tree.map(lambda x: x[0], batch)), tower_mesh(devices))
+    return _over_mesh(fn, tower_mesh(devices))
 
 
 def tower_mesh(devices: Sequence[Any]) -> Mesh:
@@ -93,8 +114,8 @@ def tower_mesh(devices: Sequence[Any]) -> Mesh:
 
 
 def _over_mesh(fn: _OverRows, mesh: Mesh) -> _OverRows:
-    def tower(shared: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        same, own = fn(shared, batch)
+    def tower(shared: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+        same, own = fn(shared, jax.tree.map(lambda x: x[0], given))
         return same, jax.tree.map(lambda x: jnp.asarray(x)[None], own)
 
     specs = PartitionSpec(), PartitionSpec(TOWER_AXIS)
@@ -113,19 +134,23 @@ def map_pieces(
     return jax.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
 
 
-def _one_tower(fn: _OverRows) -> _OverRows:
-    """Binds the axis and nothing else: a vmap over no argument leaves the operations of `fn` as they are."""
-    mapped = jax.vmap(fn, in_axes=None, axis_size=1, axis_name=TOWER_AXIS)
-
+def _on_one_device(fn: _OverRows, towers: int, batch_axis: int | None) -> _OverRows:
     def call(shared: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        same, own = mapped(shared, batch)
+        # The leaves are mapped, as by `jax.pmap`: `jax.vmap` has a meaning of its own for sparse arrays.
+        leaves, structure = jax.tree.flatten(batch)
+
+        def tower(shared: PyTree, leaves: list[jax.Array]) -> tuple[PyTree, PyTree]:
+            return fn(shared, jax.tree.unflatten(structure, leaves))
+
+        mapped = jax.vmap(tower, in_axes=(None, batch_axis), axis_size=towers, axis_name=TOWER_AXIS)
+        same, own = mapped(shared, leaves)
         return jax.tree.map(lambda x: x[0], same), own
 
     return call
 
 
 def in_towers() -> bool:
-    """Says whether the code runs inside a tower."""
+    """Returns whether the code runs inside a tower."""
     try:
         jax.lax.axis_size(TOWER_AXIS)
     except NameError:  # jax's answer where no such axis is bound
@@ -140,6 +165,11 @@ def num_towers() -> int:
     1
     """
     return jax.lax.axis_size(TOWER_AXIS) if in_towers() else 1
+
+
+def are_on_one_device() -> bool:
+    """Returns whether several towers run together on one device, where `axis_index_groups` are not supported."""
+    return num_towers() > 1 and TOWER_AXIS not in jax.sharding.get_abstract_mesh().axis_names
 
 
 def tower_index() -> jax.Array:

@@ -41,7 +41,7 @@ def pack(arrays: Sequence[jax.Array], lead: int = 0) -> jax.Array:
 
 
 def unpack(packed: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    """The arrays again; leading dimensions of `packed` come before each shape.
+    """Inverse of `pack`; leading dimensions of `packed` come before each shape.
 
     >>> [x.shape for x in unpack(jnp.ones((2, 3)), [(1, 2), (1,)])]
     [(2, 1, 2), (2, 1)]
@@ -70,7 +70,7 @@ class Packer(abc.ABC):
         return [piece for vector in vectors for piece in split_vector(vector, self.num_packs)]
 
     def unpack(self, packs: Iterable[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arrays again.
+        """Inverse of `pack`.
 
         Args:
           packs: as many and as long as `pack` returned them.

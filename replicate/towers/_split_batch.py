@@ -22,6 +22,22 @@ if TYPE_CHECKING:
     from jax.experimental.sparse import BCOO
 
 
+def rows_of_tower(rows: int, towers: int, parts: int = 1, each_process: bool = False) -> int:
+    """Returns the number of rows that each tower trains on, in `parts` micro-batches; raises if they do not divide."""
+    if rows % (towers * parts) == 0:
+        return rows // towers
+    problem = f"Batch size {rows} needs to be divisible by the number of towers, which is {towers}"
+    if parts > 1 and rows % towers == 0:
+        raise ValueError(
+            f"{problem}, times `accumulate_steps`, which is {parts}. Choose a batch size that is a multiple of "
+            f"{towers * parts}, or another `accumulate_steps`."
+        )
+    raise ValueError(
+        f"{problem}{' in each process' if each_process else ''}. Drop the remainder in input_fn "
+        "(`drop_remainder=True`), or choose another batch size."
+    )
+
+
 def take_rows(batch: PyTree, begin: int, size: int) -> PyTree:
     """Rows `begin` to `begin + size`."""
 
@@ -39,11 +55,25 @@ def take_rows(batch: PyTree, begin: int, size: int) -> PyTree:
     return jax.tree.map(take, batch, is_leaf=is_sparse)
 
 
-def split_rows(batch: PyTree, parts: int) -> PyTree:
-    """The rows of each of equal parts, in arrays with the parts as their first dimension."""
+def split_rows(batch: PyTree, parts: int, stacked: bool = False) -> PyTree:
+    """The rows of each of equal parts, in arrays with the parts as their first dimension.
+
+    Args:
+      stacked: whether the arrays are of several batches, which are their first dimension; then it is their second.
+    """
+    if stacked:
+        leaves, structure = jax.tree.flatten(batch)
+        of_parts = [structure]  # then theirs: sparse leaves say how many rows they have
+
+        def split_each(leaves: list[jax.Array]) -> list[jax.Array]:
+            leaves, of_parts[0] = jax.tree.flatten(split_rows(jax.tree.unflatten(structure, leaves), parts))
+            return leaves
+
+        split_leaves = jax.vmap(split_each, out_axes=1)(leaves)
+        return jax.tree.unflatten(of_parts[0], split_leaves)
 
     def split(x: Any) -> Any:
-        size = x.shape[0] // parts
+        size = rows_of_tower(x.shape[0], parts)
         if not is_sparse(x):
             return x.reshape(parts, size, *x.shape[1:])
         if x.n_batch:

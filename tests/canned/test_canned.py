@@ -58,7 +58,7 @@ def one_device(tmp_path_factory):
 
 def classifier(model_dir):
     return est.DNNClassifier(
-        hidden_units=[4],
+        hidden_units=np.array([4]),
         feature_columns=COLUMNS,
         model_dir=model_dir,
         weight_column="w",
@@ -119,7 +119,7 @@ def test_a_network_computes_what_it_says(tmp_path):
     np.testing.assert_array_equal([p["class_ids"][0] for p in predictions], net.argmax(1))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_dropout_leaves_out_parts_of_a_layer_in_training_alone():
     ones = fc.numeric_column("one", 500)
     seen = []
@@ -162,7 +162,7 @@ def test_batch_norm_normalizes_by_the_batch_then_by_moving_averages():
 # Linear models.
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_many_columns_make_the_default_learning_rate_smaller():
     linear = est.LinearRegressor([fc.numeric_column(f"n{i}") for i in range(36)])
     after = first_step(linear, {f"n{i}": np.zeros(2) for i in range(36)}, np.ones(2))
@@ -184,11 +184,11 @@ def test_a_linear_regressor_finds_the_weighted_least_squares(tmp_path):
 # Models that look at nothing.
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_a_baseline_learns_how_frequent_the_classes_are(tmp_path):
     labels = np.arange(ROWS) % 8 // 3  # 0: 3/8, 1: 3/8, 2: 2/8
     baseline = est.BaselineClassifier(tmp_path, n_classes=3, label_vocabulary=["a", "b", "c"])
-    baseline.train(batches(200, labels))
+    baseline.train(batches(200, labels.astype(np.uint32)))
     [first, *_] = baseline.predict(lambda: {"x": np.zeros(2)})
     np.testing.assert_allclose(first["probabilities"], [3 / 8, 3 / 8, 2 / 8], atol=1e-3)
 
@@ -200,7 +200,7 @@ def test_a_baseline_of_numbers_learns_their_weighted_mean(tmp_path):
     np.testing.assert_allclose(variables(baseline)["baseline/bias"], mean, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_the_default_steps_match_adagrad_with_tensorflows_rates():
     gradient = 0.5 - LABELS.mean()
     step = pytest.approx(-gradient / np.sqrt(0.1 + gradient**2), rel=1e-4)
@@ -217,7 +217,7 @@ def combined(**kwargs):
     return both | {"linear_optimizer": sgd(), "dnn_optimizer": sgd()} | kwargs
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("frozen", ["linear", "dnn"])
 def test_wide_and_deep_have_optimizers_of_their_own(frozen):
     estimator = est.DNNLinearCombinedClassifier(**combined(**{f"{frozen}_optimizer": sgd(0.0)}))
@@ -260,7 +260,7 @@ def test_an_optimizer_may_be_made_in_each_run(tmp_path):
     assert variables(baseline)["baseline/bias"] == pytest.approx(LABELS.mean() - 0.5, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("11 optimizers by name")
 @pytest.mark.parametrize(
     ("name", "step"),
@@ -282,7 +282,7 @@ def test_optimizers_by_name_make_tensorflows_first_step(name, step):
     assert dead["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("11 DNNLinearCombined with columns of one kind")
 @pytest.mark.parametrize("part", ["linear", "dnn"])
 def test_wide_and_deep_with_one_part_is_that_part(part):
@@ -348,7 +348,7 @@ REFUSED = {
             lambda: est.DNNClassifier([], [X]),
             r"`DNNClassifier` needs the widths of its layers as hidden_units, as in \[64, 32\]; got \(\)",
         ),
-        (lambda: est.DNNRegressor([3, 0], [X]), r"`DNNRegressor` .* got \(3, 0\)"),
+        (lambda: est.DNNRegressor(np.array([3, 0]), [X]), r"`DNNRegressor` .* got \(3, 0\)"),
         (lambda: est.DNNClassifier([3], [KIND]), "Wrap a categorical column"),
         (lambda: est.LinearClassifier([]), "feature_columns must not be empty"),
         (lambda: est.DNNClassifier([3], [X], dropout=1.0), r"needs a number in \[0, 1\), or None, as dropout; got 1.0"),
@@ -371,6 +371,10 @@ REFUSED = {
         ),
     ],
     TypeError: [
+        (
+            lambda: est.DNNClassifier([3, 2.0], [X]),
+            "`DNNClassifier` needs an int as hidden_units; got 2.0",
+        ),
         (
             lambda: est.DNNClassifier([3], [X], activation_fn="relu"),
             "needs a function such as `jax.nn.relu` as activation_fn; got 'relu'",

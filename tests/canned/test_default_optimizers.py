@@ -101,7 +101,7 @@ def matches(estimator, start, optimizers):
         np.testing.assert_allclose(estimator.get_variable_value(name), value, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_a_linear_classifier_has_ftrl(tmp_path):
     estimator, start = trained(est.LinearClassifier([*NUMBERS, JOB], tmp_path))
     matches(estimator, start, {"linear": lambda: Ftrl(0.2)})

@@ -66,11 +66,12 @@ def test_an_export_has_the_names_in_its_signature(tmp_path):
 def test_strings_are_encoded_by_their_position():
     for given in (LABELS, LABELS.tolist(), LABELS.astype(bytes), LABELS.astype(object), LABELS[:, None]):
         codes = encode_labels(given, SPECIES)
-        assert codes.dtype == np.int32 and codes.ravel().tolist() == np.repeat(range(3), 4).tolist()
+        assert codes.dtype == np.uint32 and codes.ravel().tolist() == np.repeat(range(3), 4).tolist()
         assert codes.shape == np.shape(given)
     assert encode_labels(LABELS[0], SPECIES) == 0
-    integers = np.arange(3)
-    assert encode_labels(integers, SPECIES) is integers
+    assert encode_labels(codes, SPECIES) is codes
+    zeros_and_ones = np.eye(3, dtype=np.int32)
+    assert encode_labels(zeros_and_ones, SPECIES, many_hot=True) is zeros_and_ones
 
 
 def test_examples_of_several_classes_become_zeros_and_ones():
@@ -91,6 +92,21 @@ REFUSED = {
     ],
     TypeError: [
         (lambda: encode_labels(np.array([None, "setosa"]), SPECIES), "got the label None"),
+        (
+            lambda: encode_labels(np.array([1, 2]), ["1", "2"]),
+            r"got labels of dtype int64; .* strings, such as '1'. Write `.astype\(str\)` .*`.astype\(np.uint32\)`",
+        ),
+        (lambda: encode_labels(np.array([1], object), ["1", "2"]), r"got the label 1, .* `.astype\(str\)` if numbers"),
+        *(
+            (
+                lambda head=head, rows=rows: head.loss(np.array([1, 0]), rows),
+                r"dtype should be string, for `\w+ClassHead` with label_vocabulary=\['1', '2'.*; got int32. Let",
+            )
+            for head, rows in (
+                (est.MultiClassHead(3, label_vocabulary=["1", "2", "3"]), X[:2]),
+                (est.BinaryClassHead(label_vocabulary=["1", "2"]), X[:2, :1]),
+            )
+        ),
         (
             lambda: est.MultiClassHead(3).loss(LABELS, X),
             r"`est.feature_column.encode_labels\(labels, label_vocabulary\)`",

@@ -1,5 +1,6 @@
 """Training continues while a checkpoint is written, and nobody sees the checkpoint before it is on disk."""
 
+import concurrent.futures
 import contextlib
 import os
 import re
@@ -14,9 +15,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from testing.estimators import Linear, X, Y, endless, make, saved_at, saved_steps, times
-from testing.hooks import AtSteps
-from testing.processes import Processes
+from testing.estimators import Linear, X, Y, endless, make, same_bits, saved_at, saved_steps, times
+from testing.hooks import At, AtSteps, raising
 
 import estimator as est
 from estimator.checkpoint import _checkpoints
@@ -71,6 +71,8 @@ def state_of(size, sharding=None):
     return est.State({"w": values}, {"adam": optax.adam(0.1).init({"w": values})}, jnp.int32(3), jax.random.key(5))
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("spec", [None, PartitionSpec(), PartitionSpec("d")])
 def test_the_memory_of_a_state_may_be_donated_while_it_is_written(tmp_path, disk, spec):
     sharding = None if spec is None else NamedSharding(Mesh(jax.devices(), "d"), spec)
@@ -113,6 +115,20 @@ def test_checkpoints_match_a_training_that_waits_for_them(tmp_path):
     for step in (0, 2, 4, 6, 8, 9)[-5:]:
         one, other = (Checkpoint(str(tmp_path / name / f"ckpt-{step}")).read_all(["*"]) for name in ("False", "True"))
         assert {k: v.tobytes() for k, v in one.items()} == {k: v.tobytes() for k, v in other.items()}
+
+
+@pytest.mark.slow
+def test_trainings_in_threads_match_the_same_trainings_alone(tmp_path):
+    def train(where, rate, **config):
+        linear = Linear(lambda: optax.adam(rate))
+        return make(tmp_path / where / str(rate), linear, **config).train(endless, steps=300)
+
+    rates = (0.1, 0.2, 0.3, 0.4)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        config = {"save_checkpoints_steps": 20, "keep_checkpoint_max": None}
+        together = [*threads.map(lambda rate: train("threads", rate, **config), rates)]
+    assert [saved_steps(each) for each in together] == [[*range(0, 301, 20)]] * 4
+    assert all(same_bits(each, train("alone", rate)) for each, rate in zip(together, rates, strict=True))
 
 
 def test_one_checkpoint_is_written_at_a_time(tmp_path, disk):
@@ -225,6 +241,8 @@ class Wide(Linear):
         return super().__call__(features, labels, mode)
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("saves_async", [True, False])
 def test_a_full_disk_is_an_error_at_the_next_save_and_the_newest_checkpoint_stays(tmp_path, saves_async):
     estimator = make(tmp_path, Wide(), save_checkpoints_steps=3, save_checkpoints_async=saves_async)
@@ -255,13 +273,8 @@ def test_a_full_disk_is_an_error_at_the_end_of_the_run(tmp_path):
 def test_an_error_of_the_run_comes_before_one_of_its_checkpoint(tmp_path, messages):
     estimator = make(tmp_path, Wide(), save_checkpoints_steps=3)
     hook, full = full_from(4)
-
-    def fail(context):
-        raise ValueError("broken")
-
-    hook.calls[7] = fail
     with full, pytest.raises(ValueError, match="broken"):
-        estimator.train(endless, hooks=[hook])
+        estimator.train(endless, hooks=[hook, At(7, raising(ValueError("broken")))])
     assert any("The checkpoint of step 6 could not be written" in message for message in messages())
     assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-3")
 
@@ -306,17 +319,6 @@ def test_the_log_has_nothing_of_orbax(tmp_path, messages, caplog):
     make(tmp_path, save_checkpoints_steps=2).train(times(6))
     assert messages()
     assert [record.pathname for record in caplog.records if "orbax" in record.pathname] == []
-
-
-def test_a_forked_child_does_not_wait(tmp_path):
-    processes = Processes("testing.scenarios.lives")
-    try:
-        processes.start("fork_while_saving", str(tmp_path))
-        assert processes.read() == "in the child: None"
-        assert processes.ended() == 0
-    finally:
-        processes.close()
-    assert saved_at(tmp_path) == [0, 2]
 
 
 def test_a_save_that_was_left_for_later_is_written_by_who_waits_for_it_and_not_if_it_is_given_up(caplog):

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints, CheckpointWriteError
-from estimator.storage._manifest import write_manifest
-from estimator.storage._own_folders import make_own
+from estimator.checkpoint._model_dir import list_sound
+from estimator.storage._sealed_folder import SealedFolder
 
 
 class State(NamedTuple):
@@ -81,6 +81,8 @@ def test_the_memory_of_a_state_may_be_taken_when_save_returns(tmp_path):
     assert_same(Checkpoint(path).restore(abstract(make_state())), make_state(3))
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("d")])
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_any_number_of_devices_reads_what_eight_wrote(tmp_path, spec, num_devices):
@@ -111,8 +113,7 @@ print(Checkpoint(sys.argv[1]).names())
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_a_process_with_fewer_devices_reads_what_eight_wrote(tmp_path, num_devices):
     state = jax.device_put(make_state(2), NamedSharding(Mesh(jax.devices(), "d"), PartitionSpec()))
-    path = Checkpoints(tmp_path).save(state)
-    command = [sys.executable, "-c", READER, path, str(num_devices)]
+    command = [sys.executable, "-c", READER, Checkpoints(tmp_path).save(state), str(num_devices)]
     out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert "'w1'" in out.stdout
 
@@ -211,6 +212,8 @@ def test_what_is_not_a_checkpoint_is_an_error(tmp_path, call):
             call(str(path))
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("3 model_dir", "7 checkpoint GC")
 @pytest.mark.parametrize(("keep_max", "kept"), [(2, [3, 11]), (None, [1, 2, 3, 11]), (0, 4)])
 def test_the_newest_are_kept(tmp_path, keep_max, kept):
@@ -218,7 +221,7 @@ def test_the_newest_are_kept(tmp_path, keep_max, kept):
     for step in [1, 2, 3, 11]:
         checkpoints.save(make_state(step))
     kept = [1, 2, 3, 11] if kept == 4 else kept
-    assert checkpoints.paths() == [str(tmp_path / f"ckpt-{step}") for step in kept]
+    assert steps_in(tmp_path) == kept
     assert sorted(os.listdir(tmp_path)) == sorted(f"ckpt-{step}" for step in kept)
 
 
@@ -229,11 +232,11 @@ def save_at(checkpoints, steps, hours=lambda step: step):
         file = pathlib.Path(path, "_CHECKPOINT_METADATA")
         written = {"commit_timestamp_nsecs": int(hours(step) * 3600e9)}
         file.write_text(json.dumps(json.loads(file.read_text()) | written))
-        write_manifest(path, without=["PINNED"])
+        SealedFolder(path).seal(without=["PINNED"])
 
 
-def steps_of(checkpoints):
-    return [int(path.rsplit("-")[-1]) for path in checkpoints.paths()]
+def steps_in(directory):
+    return [each.step for each in list_sound(str(directory))]
 
 
 @pytest.mark.slow
@@ -247,13 +250,13 @@ def test_one_every_n_hours_is_kept_also_by_another_process(tmp_path, every, kept
     for step in range(10):
         save_at(Checkpoints(tmp_path / "b", 2, every), [step])
     for name in ("a", "b"):
-        assert steps_of(Checkpoints(tmp_path / name)) == kept
+        assert steps_in(tmp_path / name) == kept
 
 
 def test_keep_max_none_keeps_all_whatever_the_hours(tmp_path):
     checkpoints = Checkpoints(tmp_path, None, 5)
     save_at(checkpoints, range(4))
-    assert steps_of(checkpoints) == [0, 1, 2, 3]
+    assert steps_in(tmp_path) == [0, 1, 2, 3]
 
 
 @pytest.mark.covers("7 checkpoint GC")
@@ -262,45 +265,44 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(tmp_path):
     save_at(checkpoints, range(3))
     pinned, also = str(tmp_path / "ckpt-1"), str(tmp_path / "ckpt-2")
     for path in (pinned, pinned, also):
-        checkpoints.pin(path)
+        Checkpoint(path).pin()
     save_at(checkpoints, range(3, 7))
-    assert steps_of(checkpoints) == [1, 2, 5, 6]
+    assert steps_in(tmp_path) == [1, 2, 5, 6]
     restarted = Checkpoints(tmp_path, 2)
-    assert restarted.pinned_paths() == [pinned, also]
+    assert [each.is_pinned() for each in list_sound(str(tmp_path))] == [True, True, False, False]
     assert_same(Checkpoint(pinned).restore(abstract(make_state())), make_state(1))
     assert Checkpoint(pinned).names() == Checkpoint(restarted.latest()).names()
     for path in (pinned, pinned):
         Checkpoint(path).unpin()
     save_at(restarted, [7])
-    assert steps_of(restarted) == [2, 6, 7]
-    assert restarted.pinned_paths() == [also]
+    assert steps_in(tmp_path) == [2, 6, 7]
+    assert [each.is_pinned() for each in list_sound(str(tmp_path))] == [True, False, False]
 
 
 def test_a_pin_is_not_the_last_that_was_kept(tmp_path):
     """Otherwise what is kept for its age would depend on what was pinned, and change when it no longer is."""
     checkpoints = Checkpoints(tmp_path, 1, 2)
     save_at(checkpoints, [0, 1])
-    checkpoints.pin(str(tmp_path / "ckpt-1"))
+    Checkpoint(str(tmp_path / "ckpt-1")).pin()
     save_at(checkpoints, [2, 3, 4, 5])
-    assert steps_of(checkpoints) == [0, 1, 2, 4, 5]
+    assert steps_in(tmp_path) == [0, 1, 2, 4, 5]
 
 
 def test_a_pin_leaves_the_time_of_a_checkpoint_as_it_is(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.save(make_state(1))
     before = Checkpoint(path).written_ns
-    checkpoints.pin(path)
+    Checkpoint(path).pin()
     assert Checkpoint(path).written_ns == before
     shutil.rmtree(path)
     assert Checkpoint(checkpoints.save(make_state(1))).written_ns > before
-    assert checkpoints.pinned_paths() == []
+    assert not Checkpoint(path).is_pinned()
 
 
 def test_only_a_checkpoint_can_be_pinned(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    for call in (checkpoints.pin, lambda path: Checkpoint(path).unpin()):
+    for call in (Checkpoint.pin, Checkpoint.unpin):
         with pytest.raises(ValueError, match=f"{tmp_path}/ckpt-3 is not a checkpoint. Give the path of one"):
-            call(f"{tmp_path}/ckpt-3")
+            call(Checkpoint(f"{tmp_path}/ckpt-3"))
     assert os.listdir(tmp_path) == []
 
 
@@ -308,7 +310,7 @@ def test_what_was_just_saved_is_never_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.save(make_state(9))
     path = checkpoints.save(make_state(1))
-    assert checkpoints.paths() == [path]
+    assert steps_in(tmp_path) == [1]
     assert_same(Checkpoint(path).restore(abstract(make_state())), make_state(1))
 
 
@@ -327,12 +329,12 @@ def test_a_reader_sees_what_another_object_writes(tmp_path):
         assert reader.latest() != writer.save(make_state(step)) == reader.latest()
 
 
-LEFTOVERS = ["ckpt-8.unfinished", "ckpt-7.removed", "ckpt-6.replacing"]
+LEFTOVERS = ["ckpt-8.unfinished", "ckpt-7.removed"]
 
 
 def test_leftovers_are_neither_listed_nor_kept(tmp_path):
     for name in LEFTOVERS:
-        make_own(tmp_path / name)
+        SealedFolder(tmp_path / name).make()
         (tmp_path / name / "arrays" / "d").mkdir(parents=True)
     for name in ["ckpt-9", "eval", "ckpt-x"]:
         (tmp_path / name).mkdir()
@@ -359,7 +361,7 @@ def test_nothing_is_removed_for_its_name(tmp_path):
     checkpoints = Checkpoints(tmp_path, 1)
     for step in range(3):
         checkpoints.save(make_state(step))
-    assert checkpoints.paths() == [str(tmp_path / "ckpt-2")]
+    assert steps_in(tmp_path) == [2]
     assert [(tmp_path / name).read_text() for name in theirs] == ["mine"] * len(theirs)
     assert sorted(os.listdir(tmp_path)) == sorted(["ckpt-2", *folders])
 
@@ -371,6 +373,13 @@ def test_what_is_in_the_place_of_a_checkpoint_stays(tmp_path, name):
     with pytest.raises(CheckpointWriteError, match=r"ckpt-5(\.unfinished)? was not "):
         Checkpoints(tmp_path).save(make_state(5))
     assert (tmp_path / name).read_text() == "mine"
+
+
+def test_what_cannot_be_written_is_named_with_its_cause(tmp_path):
+    state = make_state()
+    message = r"(?s)ckpt-0: ValueError: Cannot save arrays with zero size: .*slots/sgd/empty.*no other checkpoint\.$"
+    with pytest.raises(CheckpointWriteError, match=message):
+        Checkpoints(tmp_path).save(state._replace(slots={"sgd": {"empty": jnp.zeros((0,))}}))
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -21,9 +21,9 @@ import estimator as est
 from estimator import inspect
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
-from estimator.storage import _files, _manifest
-from estimator.storage._manifest import MANIFEST, DamagedCheckpointError
-from estimator.storage._own_folders import MARK
+from estimator.checkpoint._model_dir import list_sound
+from estimator.storage import _files, _sealed_folder
+from estimator.storage._sealed_folder import MANIFEST, MARK, DamagedError, SealedFolder
 
 METADATA = "_CHECKPOINT_METADATA"
 
@@ -51,6 +51,22 @@ def renumber(file):
     file.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
 
 
+def rename(path, name):
+    """Names another folder in a manifest, with the right checksum."""
+    _, files = Checkpoint(path).read_manifest()
+    SealedFolder(path)._write_manifest(name, files)
+
+
+def put(make_one, name, *args):
+    """Puts something else into the place of a file."""
+
+    def harm(path):
+        (path / name).unlink(missing_ok=True)
+        make_one(*args, path / name)
+
+    return harm
+
+
 DAMAGES = {
     "no metadata": (lambda path: (path / METADATA).unlink(), f"{METADATA} is missing"),
     "zero-length metadata": (lambda path: (path / METADATA).write_bytes(b""), f"{METADATA} has 0 bytes"),
@@ -62,6 +78,12 @@ DAMAGES = {
     "no manifest": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
     "half a manifest": (lambda path: cut(path / MANIFEST), "manifest.json is not what was written"),
     "another step in the manifest": (lambda path: renumber(path / MANIFEST), "manifest.json is not what was written"),
+    "another name in the manifest": (lambda path: rename(path, "../ckpt-8"), r"manifest.json .* names the folder"),
+    "a folder for a manifest": (put(os.mkdir, MANIFEST), r"manifest.json cannot be read \(Is a directory"),
+    "an endless manifest": (put(os.symlink, MANIFEST, "/dev/zero"), "manifest.json cannot be read .*not a regular"),
+    "a bad sector": (put(os.symlink, MANIFEST, "/proc/self/mem"), r"manifest.json .* read \(Input/output error"),
+    "a link to itself": (put(os.symlink, METADATA, METADATA), f"{METADATA} is not a regular file"),
+    "a pipe": (put(os.mkfifo, MARK), f"{MARK} is not a regular file"),
     "not whole": (lambda path: (path / "commit_success.txt").unlink(), "commit_success.txt is missing"),
 }
 
@@ -104,18 +126,18 @@ def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, cop
     assert {each.damage for each in est.checkpoints(tmp_path / "damaged")} == {None}
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, damage, copy_trained, caplog):
     harm, _ = damage
     copy_trained(tmp_path, 4)
     harm(tmp_path / "ckpt-4")
-    estimator = make(tmp_path)
-    assert estimator.evaluate(times(1))["global_step"] == 2
+    assert make(tmp_path).evaluate(times(1))["global_step"] == 2
     rows = [row["y"] for row in make(tmp_path).predict(lambda: [scenario.X[:, :2]])]
     (expected,) = make(tmp_path).get_variable_value(["w"]).values()
     np.testing.assert_allclose(rows, (scenario.X[:, :2] @ expected)[:, 0], rtol=1e-6)
     assert step_of(make(tmp_path)) == 2 and len(errors(caplog)) == 1
-    with pytest.raises(DamagedCheckpointError, match="ckpt-4 is damaged: .*--verify` says which are sound"):
+    with pytest.raises(DamagedError, match="ckpt-4 is damaged: .*--verify` says which are sound"):
         make(tmp_path).evaluate(times(1), checkpoint_path=str(tmp_path / "ckpt-4"))
 
 
@@ -140,6 +162,7 @@ def test_an_older_damaged_checkpoint_ends_no_training(tmp_path, damage, copy_tra
     assert {each.step for each in est.checkpoints(tmp_path / "damaged")} in ({8, 10, 12}, {4, 8, 10, 12})
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 def test_training_never_begins_anew_beside_damaged_checkpoints(tmp_path, damage, copy_trained):
     harm, reason = damage
@@ -152,7 +175,7 @@ def test_training_never_begins_anew_beside_damaged_checkpoints(tmp_path, damage,
         lambda: make(tmp_path).get_variable_value("w"),
         lambda: list(make(tmp_path).predict(lambda: [scenario.X[:, :2]])),
     ):
-        with pytest.raises(DamagedCheckpointError, match=f"ckpt-2 is damaged: {reason}"):
+        with pytest.raises(DamagedError, match=f"ckpt-2 is damaged: {reason}"):
             call()
     assert saved_at(tmp_path) == [0, 2]
 
@@ -201,7 +224,7 @@ def test_damaged_checkpoints_do_not_count_as_those_to_keep(tmp_path):
         cut(tmp_path / f"ckpt-{step}" / "_CHECKPOINT_METADATA")
     checkpoints = Checkpoints(tmp_path, 2)
     checkpoints.save(est.State({"w": jnp.ones(2)}, {}, jnp.int32(9), jax.random.key(0)))
-    assert saved_at(tmp_path) == [2, 3, 4, 9] and checkpoints.paths() == [f"{tmp_path}/ckpt-2", f"{tmp_path}/ckpt-9"]
+    assert saved_at(tmp_path) == [2, 3, 4, 9] and [each.step for each in list_sound(str(tmp_path))] == [2, 9]
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path, messages):
@@ -213,6 +236,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path,
     assert est.checkpoints(tmp_path)[-1].damage is None and step_of(make(tmp_path)) == 4
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 def test_a_checkpoint_that_was_mended_is_sound_again_and_damaged_again(tmp_path, damage, copy_trained):
     harm, _ = damage
@@ -291,7 +315,7 @@ def test_a_checkpoint_is_listed_and_verified_while_files_are_added_to_it(tmp_pat
 
     def add():
         for index in range(100):
-            _manifest.add_empty_file(path, f"MARK_{index % 3}")
+            SealedFolder(path).add_empty_file(f"MARK_{index % 3}")
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         added = thread.submit(add)
@@ -304,8 +328,8 @@ def test_a_checkpoint_is_listed_and_verified_while_files_are_added_to_it(tmp_pat
 
 def test_a_file_is_hashed_once_while_it_does_not_change(tmp_path, monkeypatch):
     make(tmp_path).train(endless, max_steps=2)
-    hashed, checksums = [], _manifest._checksums
-    monkeypatch.setattr(_manifest, "_checksums", lambda files: hashed.extend(files) or checksums(files))
+    hashed, open_regular = [], _sealed_folder.open_regular
+    monkeypatch.setattr(_sealed_folder, "open_regular", lambda path: hashed.append(path) or open_regular(path))
     estimator = make(tmp_path)
     estimator.evaluate(times(1))
     values(estimator)

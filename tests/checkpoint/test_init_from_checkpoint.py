@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus
+from testing.towers import cpus, one_step, started
 
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -65,6 +65,8 @@ MAPS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", MAPS)
 def test_variables_begin_with_the_values_that_the_map_names(kind):
     state, cold = init(model_of(TENSORFLOW, MAPS[kind])), init(model_of(TENSORFLOW, {"half": "own"}))
@@ -112,17 +114,17 @@ def test_the_state_of_an_optimizer_begins_with_the_values_too(early):
 PLACEMENTS = [*({"variable_distribution": each} for each in VariableDistribution), {"devices_per_tower": 2}]
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "options", [*PLACEMENTS, {"block_sync": BlockSync(2)}], ids=lambda each: str(*each.values()).split("(")[0]
 )
 def test_it_works_in_towers_wherever_variables_are(options):
     devices = cpus(4)
-    model = est.transform(replicate_model_fn(model_of(TENSORFLOW, MAPS["scope"]), devices=devices, **options))
-    state = model.init(jax.random.key(0), X, Y)
+    model, state = started(replicate_model_fn(model_of(TENSORFLOW, MAPS["scope"]), devices=devices, **options), X, Y)
     for name in ("dense/kernel", "dense/bias"):
         np.testing.assert_array_equal(state.variables[f"new/{name}"], there(name))
-    alone = est.transform(model_of(TENSORFLOW, MAPS["scope"]))
-    want, _ = alone.train_step(alone.init(jax.random.key(0), X, Y), X, Y)
+    want, _ = one_step(model_of(TENSORFLOW, MAPS["scope"]), X, Y)
     after, spec = model.train_step(state, X, Y)
     if "block_sync" not in options:
         np.testing.assert_allclose(after.variables["new/dense/kernel"], want.variables["new/dense/kernel"], atol=1e-6)
@@ -151,8 +153,7 @@ def test_the_file_is_read_once_to_begin_and_not_for_programs(monkeypatch):
 
     reads, real = [], module.read_newest
     monkeypatch.setattr(module, "read_newest", lambda *args: reads.append(args) or real(*args))
-    model = est.transform(model_of(TENSORFLOW, MAPS["scope"]))
-    state = model.init(jax.random.key(0), X, Y)
+    model, state = started(model_of(TENSORFLOW, MAPS["scope"]), X, Y)
     model.train_step(state, X, Y)
     model.eval_step(state, X, Y)
     model.train_loop(state, [(X, Y)] * 2)
@@ -160,8 +161,7 @@ def test_the_file_is_read_once_to_begin_and_not_for_programs(monkeypatch):
 
 
 def test_a_warm_start_counts_more(tmp_path, npz):
-    path = npz(**{"new/dense/bias": np.full(5, 7.0)})
-    settings = est.WarmStartSettings(path, "new/dense/bias")
+    settings = est.WarmStartSettings(npz(**{"new/dense/bias": np.full(5, 7.0)}), "new/dense/bias")
     estimator = est.Estimator(model_of(TENSORFLOW, MAPS["scope"]), tmp_path / "model", warm_start_from=settings)
     estimator.train(lambda: [(X, Y)])
     got = est.load_variable(f"{estimator.model_dir}/ckpt-0", "new/dense/bias")

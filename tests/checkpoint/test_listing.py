@@ -5,18 +5,18 @@ import shutil
 import time
 
 import pytest
-from testing.estimators import make, times
+from testing.estimators import endless, make, same_bits, times
 
 import estimator as est
 from estimator import inspect
 from estimator.checkpoint import _model_dir
-from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint
 
 
 def test_each_checkpoint_is_listed_with_step_time_bytes_and_pin(tmp_path):
     before = time.time()
     estimator = make(tmp_path, save_checkpoints_steps=2).train(times(3))
-    Checkpoints(tmp_path).pin(str(tmp_path / "ckpt-2"))
+    Checkpoint(str(tmp_path / "ckpt-2")).pin()
     (tmp_path / "ckpt-9").mkdir()
     infos = est.checkpoints(tmp_path)
     assert [(each.path, each.step, each.pinned) for each in infos] == [
@@ -71,13 +71,54 @@ def test_where_training_has_removed_all_that_was_listed_its_newer_ones_are(tmp_p
 
 def test_the_command_verifies_what_is_still_there(tmp_path, monkeypatch, capsys):
     make(tmp_path).train(times(2))
-    has_manifest = inspect.has_manifest
+    is_sealed = Checkpoint.is_sealed
 
-    def removed_meanwhile(path):
-        if path.endswith("ckpt-0"):
-            shutil.rmtree(path)
-        return has_manifest(path)
+    def removed_meanwhile(self):
+        if self.path.endswith("ckpt-0"):
+            shutil.rmtree(self.path)
+        return is_sealed(self)
 
-    monkeypatch.setattr(inspect, "has_manifest", removed_meanwhile)
+    monkeypatch.setattr(Checkpoint, "is_sealed", removed_meanwhile)
     inspect.main([str(tmp_path), "--verify"])
     assert capsys.readouterr().out == f"{tmp_path}/ckpt-2: sound\n"
+
+
+# A checkpoint is the one of the step at which it was written, whatever its folder is called now.
+
+
+@pytest.mark.slow
+def test_a_renamed_checkpoint_hides_no_later_save(tmp_path, caplog):
+    make(tmp_path / "run", save_checkpoints_steps=2).train(endless, max_steps=4)
+    (tmp_path / "run" / "ckpt-2").rename(tmp_path / "run" / "ckpt-99")
+    resumed = make(tmp_path / "run", save_checkpoints_steps=2)
+    assert resumed.latest_checkpoint().endswith("ckpt-4")
+    resumed.train(endless, max_steps=8)
+    assert resumed.latest_checkpoint().endswith("ckpt-8")
+    assert [each.step for each in est.checkpoints(tmp_path / "run")] == [0, 2, 4, 6, 8]
+    assert same_bits(resumed, make(tmp_path / "undisturbed").train(endless, max_steps=8))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_the_newest_checkpoint_resumes_at_its_own_step_under_another_name(tmp_path, caplog):
+    make(tmp_path).train(endless, max_steps=4)
+    (tmp_path / "ckpt-4").rename(tmp_path / "ckpt-6")
+    resumed = make(tmp_path).train(endless, max_steps=6)
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert line == f"{tmp_path / 'ckpt-6'} was written at step 4, and is used as the checkpoint of that step."
+    assert any("written at step 4, is replaced" in record.getMessage() for record in caplog.records)
+    assert resumed.get_variable_value("global_step") == 6
+    assert [each.step for each in est.checkpoints(tmp_path)] == [0, 6]
+
+
+def test_folders_that_were_swapped_are_read_at_their_own_steps_with_a_line(tmp_path, caplog):
+    make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
+    for old, new in (("ckpt-2", "aside"), ("ckpt-4", "ckpt-2"), ("aside", "ckpt-4")):
+        (tmp_path / old).rename(tmp_path / new)
+    assert make(tmp_path).evaluate(times(1))["global_step"] == 4
+    assert make(tmp_path).evaluate(times(1), checkpoint_path=str(tmp_path / "ckpt-4"))["global_step"] == 2
+    assert est.load_variable(tmp_path / "ckpt-4", "global_step") == 2
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert lines == [
+        f"{tmp_path / name} was written at step {step}, and is used as the checkpoint of that step."
+        for name, step in (("ckpt-2", 4), ("ckpt-4", 2))
+    ]

@@ -10,9 +10,9 @@ import threading
 import time
 
 import pytest
+from testing.cluster import shared_cluster
 from testing.estimators import X, Y, endless, make, saved_steps, step_of, times
 from testing.hooks import At
-from testing.processes import Processes
 
 import estimator as est
 from estimator.checkpoint import _model_dir
@@ -21,35 +21,35 @@ from estimator.checkpoint._model_dir import LOCK_FILE, training_in
 from estimator.storage import _files
 
 pytestmark = pytest.mark.covers("1.1 model_dir")
+LIVES = "testing.scenarios.lives."
 
 
-@pytest.fixture(scope="module")
-def processes():
-    server = Processes("testing.scenarios.lives")
-    yield server
-    server.close()
+def start(function, model_dir, *args):
+    shared_cluster().start_one(LIVES + function, model_dir, *args)
 
 
-def start(processes, function, model_dir, *args):
-    processes.start(function, str(model_dir), *args)
-    processes.read_until("blocked")
+def end():
+    """Kills it; returns its exit code."""
+    return shared_cluster().ended(kill=True)[0].code
 
 
-# Two training runs.
+def run(function, model_dir):
+    """What a process that ends well has written."""
+    (ended,) = shared_cluster().run(LIVES + function, model_dir, processes=1)
+    assert ended.code == 0, ended.lines
+    return ended.lines
 
 
-def test_a_second_training_is_refused_until_the_first_is_dead(processes, tmp_path):
-    start(processes, "endless_training", tmp_path)
+def test_a_second_training_is_refused_until_the_first_is_dead(tmp_path):
+    start("endless_training", tmp_path)
     with pytest.raises(RuntimeError) as raised:
         make(tmp_path).train(times(1))
-    assert f"model_dir '{tmp_path}' is in use: process {processes._pid} on host {os.uname().nodename}, since " in str(
-        raised.value
-    )
-    assert "trains in it" in str(raised.value) and "or choose another model_dir" in str(raised.value)
+    text, owner = str(raised.value), f"process {shared_cluster().pids[0]} on host {os.uname().nodename}, since "
+    assert f"model_dir '{tmp_path}' is in use: {owner}" in text
+    assert "trains in it" in text and "or choose another model_dir" in text
     with pytest.raises(RuntimeError, match="is in use"):
         est.train_and_evaluate(make(tmp_path), est.TrainSpec(times(1)), est.EvalSpec(times(1)))
-    processes.send(signal.SIGKILL)
-    assert processes.ended() == -signal.SIGKILL
+    assert end() == -signal.SIGKILL
     assert LOCK_FILE in os.listdir(tmp_path)
     estimator = make(tmp_path)
     before = step_of(estimator)
@@ -57,10 +57,9 @@ def test_a_second_training_is_refused_until_the_first_is_dead(processes, tmp_pat
     assert LOCK_FILE not in os.listdir(tmp_path)
 
 
-def test_a_child_that_outlives_a_training_does_not_keep_its_lock(processes, tmp_path):
-    start(processes, "orphan_in_training", tmp_path)
-    processes.send(signal.SIGKILL)
-    assert processes.ended() == -signal.SIGKILL
+def test_a_child_that_outlives_a_training_does_not_keep_its_lock(tmp_path):
+    start("orphan_in_training", tmp_path)
+    assert end() == -signal.SIGKILL
     make(tmp_path).train(times(1))
 
 
@@ -96,6 +95,7 @@ def test_the_lock_ends_with_a_training_that_fails(tmp_path):
     make(tmp_path).train(times(1))
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, messages):
     def flock(file, how):
@@ -108,9 +108,6 @@ def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, messag
         "out of it."
     ]
     assert saved_steps(estimator) == [3] and LOCK_FILE not in os.listdir(tmp_path)
-
-
-# Readers during training.
 
 
 def test_a_checkpoint_that_is_read_is_removed_later(tmp_path):
@@ -154,22 +151,22 @@ def test_a_checkpoint_that_was_asked_for_and_goes_away_is_an_error(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_training_that_removes_checkpoints_does_not_disturb_readers(processes, tmp_path):
-    start(processes, "endless_training", tmp_path, 1)
+def test_a_training_that_removes_checkpoints_does_not_disturb_readers(tmp_path):
+    start("endless_training", tmp_path, 1)
     estimator = make(tmp_path)
     steps, rounds = set(), 0
     while len(steps) < 10 or rounds < 10:
         rounds += 1
-        assert processes.is_alive()
+        assert shared_cluster().is_alive()
         steps.add(estimator.evaluate(times(1))["global_step"])
         assert len(list(estimator.predict(lambda: X))) == len(X)
         assert "w" in estimator.get_variable_names()
         assert ("w", [2, 1]) in est.list_variables(tmp_path)
         steps |= {step_of(estimator), int(est.load_variable(tmp_path, "global_step"))}
-    processes.send(signal.SIGKILL)
-    assert processes.ended() == -signal.SIGKILL
+    assert end() == -signal.SIGKILL
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 def test_evaluations_at_once_do_not_disturb_each_other(tmp_path):
     make(tmp_path).train(times(3))
@@ -217,15 +214,12 @@ def test_a_model_dir_that_cannot_be_made_is_an_error_of_training(tmp_path, base)
         estimator.train(times(1))
 
 
-def test_a_model_dir_that_can_only_be_read_is_evaluated_and_predicted_with(processes):
+def test_a_model_dir_that_can_only_be_read_is_evaluated_and_predicted_with():
     model_dir = tempfile.mkdtemp()
     try:
-        processes.start("evaluate_without_rights", model_dir)
-        assert [processes.read() for _ in range(2)] == ["step 3", "rows 4"]
-        assert processes.read().startswith(
-            "PermissionError [Errno 13] Training cannot write its checkpoints into model_dir"
-        )
-        assert processes.ended() == 0
+        lines = run("evaluate_without_rights", model_dir)
+        assert [line for line in lines if line.startswith(("step", "rows"))] == ["step 3", "rows 4"]
+        assert "\nPermissionError [Errno 13] Training cannot write its checkpoints into model_dir" in "\n".join(lines)
         assert "eval" not in os.listdir(model_dir)
     finally:
         for directory, _, _ in os.walk(model_dir):
@@ -233,6 +227,7 @@ def test_a_model_dir_that_can_only_be_read_is_evaluated_and_predicted_with(proce
         shutil.rmtree(model_dir)
 
 
+@pytest.mark.quick
 def test_a_model_dir_with_dots_in_its_path_is_trained_evaluated_and_exported_in(tmp_path):
     name = os.path.join(tmp_path, "a", "..", "b")
     estimator = make(name, save_checkpoints_steps=1, keep_checkpoint_max=2)
@@ -246,6 +241,7 @@ def test_a_model_dir_with_dots_in_its_path_is_trained_evaluated_and_exported_in(
     assert os.listdir(tmp_path) == ["b"] and again.model_dir == str(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_a_model_dir_may_have_any_characters(tmp_path):
     names = ["lr=[0.1]", "x*", "a?", "back\\slash"]
     for name in names:
@@ -309,25 +305,28 @@ def test_a_thing_in_the_place_of_a_checkpoint_is_an_error_before_the_first_step(
 # Processes around a training run.
 
 
-def test_a_forked_child_that_evaluates_says_that_it_cannot(processes, tmp_path):
-    processes.start("evaluate_in_fork", str(tmp_path))
-    line = processes.read()
-    assert "`evaluate` was called in process " in line and "multiprocessing.get_context('spawn')" in line
-    assert processes.ended() == 0
+def test_a_forked_child_that_evaluates_says_that_it_cannot(tmp_path):
+    (line,) = (line for line in run("evaluate_in_fork", tmp_path) if "`evaluate` was called in process " in line)
+    assert "multiprocessing.get_context('spawn')" in line
 
 
-def test_sigterm_to_all_processes_ends_a_training_with_forked_workers(processes, tmp_path):
-    start(processes, "pool_in_input", tmp_path)
+def test_a_forked_child_does_not_wait_for_a_save(tmp_path):
+    assert "in the child: None" in run("fork_while_saving", tmp_path)
+    assert saved_steps(make(tmp_path)) == [0, 2]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, -signal.SIGINT)])
+def test_a_signal_to_all_processes_ends_a_training_with_forked_workers(tmp_path, number, code):
+    start("pool_in_input", tmp_path)
     sent = time.monotonic()
-    processes.send_to_group(signal.SIGTERM)
-    assert processes.ended() == 75
+    os.killpg(shared_cluster().pids[0], number)
+    assert shared_cluster().ended()[0].code == code
     assert time.monotonic() - sent < 10
     assert len(saved_steps(make(tmp_path))) == 2
 
 
-def test_a_process_without_streams_trains_and_evaluates(processes, tmp_path):
-    processes.start("without_streams", str(tmp_path))
-    assert processes.ended() == 0
+def test_a_process_without_streams_trains_and_evaluates(tmp_path):
+    run("without_streams", tmp_path)
     assert (tmp_path / "streams").read_text() == "/dev/null /dev/null /dev/null"
     assert saved_steps(make(tmp_path)) == [0, 3]
 

@@ -11,10 +11,12 @@ import google_crc32c
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from testing.estimators import make, times
 
 import estimator as est
-from estimator.tf_checkpoint import _tf_bundle
+from estimator.tf_checkpoint import _sstable, _tf_bundle
 
 TENSORFLOW = pathlib.Path(__file__).parents[1] / "golden" / "tf_checkpoint"
 VALUES = json.loads((TENSORFLOW / "values.json").read_text())
@@ -37,9 +39,6 @@ def save_safetensors(path, arrays, **more):
 def copied(tmp_path):
     """A copy of the checkpoint, to damage it."""
     return pathlib.Path(shutil.copytree(TENSORFLOW, tmp_path / "tensorflow"))
-
-
-# What is read.
 
 
 @pytest.mark.parametrize("path", [TENSORFLOW, TENSORFLOW / NAME, TENSORFLOW / f"{NAME}.data-00000-of-00001"])
@@ -117,9 +116,6 @@ def test_a_checkpoint_and_an_export_of_this_library_are_listed_too(tmp_path):
     np.testing.assert_array_equal(est.load_variable(exported, "w"), estimator.get_variable_value("w"))
 
 
-# Warm starts from them.
-
-
 def dense_model(features, labels, mode):
     logits = est.layers.dense(features, 5, name="dense")
     est.get_variable("counter", (), jnp.int32, trainable=False)
@@ -143,9 +139,6 @@ def test_a_warm_start_takes_numbers_of_64_bits_that_fit(tmp_path):
     estimator = est.Estimator(dense_model, tmp_path / "other", warm_start_from=settings)
     with pytest.raises(ValueError, match=r"'counter' in .*ckpt-3 holds 1099511627779, which the dtype int32 does not"):
         next(estimator.predict(lambda: [np.ones((1, 80), np.float32)]))
-
-
-# Errors.
 
 
 @pytest.mark.parametrize("call", [est.list_variables, lambda path: est.load_variable(path, "w")])
@@ -185,6 +178,54 @@ def test_a_damaged_tensorflow_checkpoint_is_an_error(copied):
     (copied / f"{NAME}.index").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"has another format, or is not complete"):
         est.list_variables(copied)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_index_of_a_tensorflow_checkpoint_is_read_or_an_error_that_names_it(data):
+    table = _sstable.read_table(f"{TENSORFLOW / NAME}.index")
+    key, at = data.draw(st.sampled_from(sorted(table))), data.draw(st.integers(0, 30))
+    value, new = table.pop(key), data.draw(st.binary(max_size=12) | st.just(b"\xff" * 9 + b"\x7f"))
+    kind = data.draw(st.integers(0, 2))
+    name = data.draw(st.sampled_from([key, key, key, b"", b"\xff\xfe", b"\0x", b"../w"]))
+    table[name] = [value[:at], value[:at] + new + value[at:], value[:at] + new + value[at + len(new) :]][kind]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_tf_bundle, "read_table", lambda path: dict(table))
+        try:
+            for each, shape in est.list_variables(TENSORFLOW):
+                assert list(est.load_variable(TENSORFLOW / NAME, each).shape) == shape
+        except ValueError as error:
+            assert str(TENSORFLOW / NAME) in str(error)
+
+
+def test_the_index_of_a_tensorflow_checkpoint_takes_no_more_memory_than_its_size(copied):
+    """Each key begins as the one before, so that a few bytes may stand for many."""
+    block = b"\0\xff\x7f\0" + b"k" * 16383 + b"\xfe\x7f\1\0k" * 10_000 + struct.pack("<II", 0, 1)
+    with pytest.raises(ValueError, match=r"model.ckpt-3.index has keys of \d{7} bytes in a block of 66395"):
+        _sstable_of(copied / f"{NAME}.index", block)
+        est.list_variables(copied)
+
+
+def _sstable_of(path, block):
+    mask = lambda crc: ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF  # noqa: E731
+    varint = lambda n: bytes([n & 127 | 128, n >> 7 & 127 | 128, n >> 14])  # noqa: E731
+    index = b"\0\1\4k" + b"\0" + varint(len(block)) + struct.pack("<II", 0, 1)
+    blocks = [each + b"\0" + struct.pack("<I", mask(google_crc32c.value(each + b"\0"))) for each in (block, index)]
+    footer = b"\0\0" + varint(len(blocks[0])) + bytes([len(index)])
+    path.write_bytes(b"".join(blocks) + footer.ljust(40, b"\0") + struct.pack("<Q", _sstable._MAGIC))
+
+
+@pytest.mark.parametrize("name", [f"../elsewhere/{NAME}", "{tmp}/elsewhere/" + NAME])
+def test_a_file_called_checkpoint_leads_to_nothing_outside_of_its_directory(tmp_path, copied, name):
+    copied.rename(tmp_path / "elsewhere")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "checkpoint").write_text(f'model_checkpoint_path: "{name.format(tmp=tmp_path)}"\n')
+    with pytest.raises(ValueError, match="it is neither a checkpoint"):
+        est.list_variables(tmp_path / "here")
+    (tmp_path / "elsewhere" / "checkpoint").rename(tmp_path / "old")
+    shutil.copytree(tmp_path / "elsewhere", tmp_path / "here", dirs_exist_ok=True)
+    assert len(est.list_variables(tmp_path / "here")) == len(VALUES)  # as after a copy to another place
 
 
 def test_strings_are_refused_by_name(copied, monkeypatch):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from testing.estimators import Linear, X, endless, make, times
 
+import estimator as est
 from estimator.checkpoint import _checkpoint, _restore
 
 
@@ -72,3 +73,22 @@ def test_training_does_not_change_what_a_prediction_of_the_same_estimator_reads(
     estimator.train(endless, steps=3)
     assert first == [row["y"] for row in predictions] == expected
     assert len(jax.devices()) > 1 and not np.allclose([row["y"] for row in estimator.predict(lambda: X)], expected)
+
+
+def test_a_checkpoint_of_another_kind_of_random_keys_is_evaluated_and_training_names_the_setting(tmp_path):
+    with jax.default_prng_impl("rbg"):
+        trained = make(tmp_path).train(endless, steps=2)
+        want, rows = trained.evaluate(times(1)), [row["y"] for row in trained.predict(lambda: X)]
+    other = make(tmp_path)
+    for _ in range(2):  # a state with another key is not kept for training
+        assert other.evaluate(times(1)) == want
+        assert [row["y"] for row in other.predict(lambda: X)] == rows
+        message = (
+            r"mismatched: key, uint32\[4\] in .*uint32\[2\] in the model, a random key: set jax_default_prng_impl to"
+        )
+        with pytest.raises(ValueError, match=rf"{message} what it was, such as 'rbg' .*; it is 'threefry2x32'"):
+            other.train(endless, steps=1)
+    exported = est.load_exported(other.export_model(tmp_path / "export", X))
+    np.testing.assert_allclose(exported(X)["y"], rows)
+    with jax.default_prng_impl("rbg"):
+        assert trained.train(endless, steps=1).get_variable_value("global_step") == 3

@@ -16,8 +16,7 @@ TABLE = np.arange(10, dtype=np.float32).reshape(5, 2) + 1  # 4 strings and a buc
 def model_fn(features, labels, mode, params):
     est.get_variable("words", params.get("shape", (6, 2)))
     est.get_variable("logits/kernel", params.get("columns", (2, 5)))
-    loss = jnp.sum(features)
-    return est.EstimatorSpec(mode, features, loss, est.group())
+    return est.EstimatorSpec(mode, features, jnp.sum(features), est.group())
 
 
 @pytest.fixture
@@ -70,21 +69,17 @@ REFUSED = {
             "`var_name_to_vocab_info` names 'word', which was not used",
         ),
         (lambda files: start(files, {"words": 3}), "must be a dict of `est.VocabInfo` by new names; got {'words': 3}"),
-        (
-            lambda files: start(files, {"words": info(files, 4, 1)}),
-            r"the variable 5 rows in dimension 0; got 4 str",
-        ),
+        (lambda files: start(files, {"words": info(files, 4, 1)}), r"the variable 5 rows in dimension 0; got 4 str"),
         (lambda files: start(files, {"words": info(files, 7, 0)}, shape=(7, 2)), "must have as many .*; got 5 strings"),
         (lambda files: start(files, {"words": info(files, axis=2)}, shape=(5, 2)), "in dimension 2; got 5 strings"),
         (lambda files: start(files, {"words": info(files, old_vocab_size=9)}), "4 strings, with old_vocab_size=9, but"),
-        (
-            lambda files: start(files, {"words": info(files)}, shape=(6, 3)),
-            r"words, float32\[6, 2\] there, float32",
-        ),
+        (lambda files: start(files, {"words": info(files)}, shape=(6, 3)), r"words, float32\[6, 2\] there, float32"),
     ]
 }
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))
 def test_vocabularies_that_do_not_fit_are_errors(files, call, error, message):
     with pytest.raises(error, match=message):

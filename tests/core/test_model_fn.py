@@ -32,11 +32,7 @@ def linear(features, labels, mode):
 
 def predict(model_fn, features=X, params=None, config=None):
     model = est.transform(model_fn, params, config)
-    state = model.init(KEY, features, mode="infer")
-    return model.predict_step(state, features).predictions
-
-
-# Arguments.
+    return model.predict_step(model.init(KEY, features, mode="infer"), features).predictions
 
 
 @pytest.mark.covers("1.1 model_fn signature inspection")
@@ -106,16 +102,10 @@ def test_labels_for_a_model_fn_that_takes_none_are_an_error(tmp_path):
             verb(lambda: (X, Y))
 
 
-# What it returns.
-
-
 @pytest.mark.covers("1.1 model_fn return type")
 @pytest.mark.parametrize("returned", [None, {"loss": 1}, (1, 2)])
 def test_anything_but_a_spec_is_an_error(returned):
-    with pytest.raises(
-        ValueError,
-        match=rf"should return an EstimatorSpec; got {re.escape(repr(returned))}",
-    ):
+    with pytest.raises(ValueError, match=rf"should return an EstimatorSpec; got {re.escape(repr(returned))}"):
         predict(lambda features, mode: returned)
 
 
@@ -161,15 +151,11 @@ def test_errors_of_the_model_fn_come_through(tmp_path):
 def test_a_plain_optimizer_in_towers_is_an_error(tmp_path):
     def model_fn(features, labels, mode):
         loss = est.losses.mean_squared_error(labels, features @ est.get_variable("w", (2, 1)))
-        train_op = est.Optimizer(optax.sgd(0.1)).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
 
     replicated = replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"])
     with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer"):
         est.Estimator(replicated, tmp_path).train(lambda: (X, Y))
-
-
-# The batch.
 
 
 BAD_BATCHES = {
@@ -185,9 +171,7 @@ BAD_BATCHES = {
         (({"x": "cat"}, None), r"got features\['x'\] = 'cat' of type str"),
         (({"x": X, "y": object()}, None), r"features\['y'\] = <object .*type object"),
     ],
-    (TypeError, ValueError): [
-        (({"x": [1.0, 2.0]}, None), r"features\['x'\]\[0\] (= 1.0 of type float|is a scalar)"),
-    ],
+    (TypeError, ValueError): [(({"x": [1.0, 2.0]}, None), r"features\['x'\]\[0\] (= 1.0 of type float|is a scalar)")],
     ValueError: [
         ((None, None), "must hold at least one array; got features=None and"),
         (({}, None), r"must hold at least one array; got features=\{\} and"),
@@ -216,6 +200,7 @@ def warm(request):
     return model_fn, model, state
 
 
+@pytest.mark.quick
 def test_a_bad_batch_is_named_by_transform(bad, warm):
     error, batch, message = bad
     model_fn, warm_model, state = warm
@@ -243,7 +228,7 @@ def unsaved(request, tmp_path_factory):
     return est.Estimator(linear, tmp_path_factory.mktemp("unsaved"), config)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_a_bad_later_batch_is_named_by_train(unsaved, bad):
     error, batch, message = bad
     with pytest.raises(error, match=message):
@@ -265,7 +250,7 @@ def test_a_bad_later_batch_is_named_by_evaluate_and_predict(trained, bad):
             list(trained.predict(lambda: [(X, None), batch]))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("second", [{"b": [2.0, 2.0]}, {"a": [2, 2]}], ids=["structure", "dtype"])
 def test_batches_that_do_not_stack_are_trained_on_one_by_one(tmp_path, as_array, second):
@@ -284,6 +269,7 @@ def test_batches_that_do_not_stack_are_trained_on_one_by_one(tmp_path, as_array,
     assert estimator.train(lambda: batches).get_variable_value("w") == 2
 
 
+@pytest.mark.quick
 @pytest.mark.covers("2 train_op of another graph")
 @pytest.mark.parametrize("towers", [None, 1, 2])
 @pytest.mark.parametrize("keeps", ["the first alone", "each", "gradients"])
@@ -343,6 +329,40 @@ def test_other_needs_of_a_value_are_explained_as_well(use):
     (note,) = (note for note in raised.value.__notes__ if "no values yet" in note)
     assert note.startswith("A value of Python is needed where jax only traces, in model_fn (mine): its arrays have")
     assert "`jnp.where` or weights instead of `x[x > 0]`" in note and "shapes of Python's ints" in note
+
+
+def test_scikit_learn_in_a_model_fn_names_the_metrics_of_the_library():
+    metrics = pytest.importorskip("sklearn.metrics")
+
+    def mine(features):
+        return est.EstimatorSpec("infer", predictions=metrics.accuracy_score(features[:, 0] > 0, features[:, 0] < 0))
+
+    with pytest.raises(jax.errors.TracerArrayConversionError) as raised:
+        predict(mine)
+    assert raised.value.__notes__[0] == (
+        "A value of Python is needed where jax only traces, in model_fn (mine): its arrays have no values yet. "
+        "scikit-learn cannot take them: use `est.metrics` in the model_fn, "
+        "`eval_metric_ops={'accuracy': est.metrics.accuracy(labels, predictions)}`, or give it what `predict` yields."
+    )
+
+
+@pytest.mark.parametrize("towers", [0, 2])
+@pytest.mark.parametrize(
+    "use, missing",
+    [
+        (lambda features, params: params["learning_rate"], "learning_rate"),
+        (lambda features, params: features["y"], "y"),
+    ],
+)
+def test_a_missing_key_is_explained_by_those_that_there_are(towers, use, missing):
+    def mine(features, params):
+        return est.EstimatorSpec("infer", predictions=use(features, params))
+
+    model = est.transform(replicate(mine, towers), params={"rate": 0.1})
+    with pytest.raises(KeyError, match="y") as raised:
+        model.init(jax.random.key(0), {"x": np.ones((2, 1))}, mode="infer")
+    ours = [note for note in raised.value.__notes__ if not note.startswith("---")]
+    assert ours == ["The keys are ['rate'] in params, and ['x'] in features."]
 
 
 @pytest.mark.parametrize("replicated", [False, True])

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from estimator.core._run_config import RunConfig
+from estimator.core._run_config import RunConfig, is_default
 
 
 def saving(config):
@@ -28,6 +28,14 @@ def saving(config):
 )
 def test_giving_one_way_of_saving_turns_the_other_off(given, expected):
     assert saving(RunConfig(**given)) == expected
+
+
+def test_a_number_that_is_given_differs_from_the_same_default():
+    config = RunConfig()
+    kept = [config, config.replace(seed=1), copy.deepcopy(config), pickle.loads(pickle.dumps(config))]
+    assert [is_default(each.log_step_count_steps) for each in kept] == [True] * 4
+    assert not is_default(config.replace(log_step_count_steps=100).log_step_count_steps)
+    assert "log_step_count_steps=<unset>" in repr(config) and f"{config.log_step_count_steps}" == "100"
 
 
 def test_other_defaults():
@@ -128,7 +136,13 @@ def test_replace_switches_between_steps_and_secs():
     assert saving(config.replace(seed=3)) == (10, None)
     assert saving(config.replace(save_checkpoints_secs=5)) == (None, 5)
     assert saving(RunConfig().replace(save_checkpoints_steps=5)) == (5, None)
-    assert saving(RunConfig().replace(save_checkpoints_steps=None)) == (None, None)
+    assert saving(RunConfig().replace(save_checkpoints_steps=None)) == (None, 600)
+    assert saving(RunConfig().replace(save_checkpoints_secs=None)) == (None, None)
+    hours = RunConfig().replace(save_checkpoints_secs=7200)
+    assert saving(hours.replace(save_checkpoints_steps=None)) == (None, 7200)
+    assert saving(hours.replace(save_checkpoints_secs=None, save_checkpoints_steps=4)) == (4, None)
+    assert saving(config.replace(save_checkpoints_secs=None, save_checkpoints_steps=None)) == (None, None)
+    assert saving(config.replace(save_checkpoints_steps=0)) == (None, None)
 
 
 @pytest.mark.covers("3 replace")
@@ -138,8 +152,7 @@ def test_replace_leaves_the_original_and_the_subclass_alone():
         extra: int = 1
 
     config = Mine(extra=2)
-    replaced = config.replace(seed=4)
-    assert (config.seed, replaced) == (0, Mine(seed=4, extra=2))
+    assert (config.seed, config.replace(seed=4)) == (0, Mine(seed=4, extra=2))
 
 
 @pytest.mark.covers("3 replace")
@@ -154,14 +167,12 @@ def test_replace_of_an_unknown_field_lists_the_fields():
     [
         ("tf_random_seed", "write `seed`"),
         ("session_config", "set XLA's flags by `jax.config`"),
-        ("train_distribute", "wrap the model_fn in `replicate_model_fn`"),
-        ("eval_distribute", "wrap the model_fn in `replicate_model_fn`"),
-        ("experimental_distribute", "wrap the model_fn in `replicate_model_fn`"),
+        ("experimental_distribute", "write `train_distribute` and `eval_distribute`"),
         ("device_fn", "wrap the model_fn in `replicate_model_fn`, which takes devices"),
         ("protocol", "leave it out: all processes run the same steps"),
         ("experimental_max_worker_delay_secs", "leave it out: all processes run the same steps"),
         ("session_creation_timeout_secs", r"call `replicate.initialize_distributed\(timeout_secs=...\)`"),
-        ("checkpoint_save_graph_def", "leave it out: a checkpoint holds arrays alone"),
+        ("checkpoint_save_graph_def", "leave it out: a checkpoint holds only arrays"),
     ],
 )
 def test_fields_of_tensorflow_alone_name_what_does_the_same(field, advice):

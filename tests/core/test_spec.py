@@ -143,8 +143,7 @@ def test_bad_exports_are_errors():
     with pytest.raises(TypeError, match=r"export_outputs\['a'\] must be one of `est.export`'s"):
         make(PREDICT, export_outputs={"a": ONE})
     with pytest.raises(
-        ValueError,
-        match="Multiple `export_outputs` were provided, but none of them are specified as the default",
+        ValueError, match="Multiple `export_outputs` were provided, but none of them are specified as the default"
     ):
         make(PREDICT, export_outputs={"a": output, "b": output})
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.model_fns import minimizing
 from testing.towers import assert_close, cpus, regression, replicate, started
 
 import estimator as est
@@ -60,9 +61,6 @@ def noisy(x):
     return x + jax.random.normal(est.make_rng(), x.shape)
 
 
-# Keys.
-
-
 @pytest.mark.parametrize("towers", [None, 2])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_key_drawn_in_a_loop_is_refused(loop, towers):
@@ -87,7 +85,7 @@ def test_keys_split_before_a_loop_differ():
     assert len(set(run(body).tolist())) == len(X)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("once", ONCE)
 def test_a_key_drawn_in_a_function_that_runs_once_matches_the_model_fn(once):
     derived = (lambda fn: jax.grad(lambda x: jnp.sum(fn(x) * x))) if once == "jax.grad" else lambda fn: fn
@@ -97,18 +95,11 @@ def test_a_key_drawn_in_a_function_that_runs_once_matches_the_model_fn(once):
 @pytest.mark.slow
 def test_a_loop_within_which_the_model_fn_runs_is_none_of_its_own():
     """Steps in a scan, micro-batches, several models in a vmap."""
-
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (3,))
-        loss = jnp.mean(noisy(features) @ w)
-        train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=2).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
-
+    model_fn = minimizing(lambda x, y: jnp.mean(noisy(x) @ est.get_variable("w", (3,))), accumulate_steps=2)
     model = est.transform(replicate_model_fn(model_fn, devices=cpus(1)))
     states = jax.vmap(lambda key: model.init(key, X))(jax.random.split(jax.random.key(0), 2))
     assert jax.vmap(model.train_step, in_axes=(0, None))(states, X)[1].loss.shape == (2,)
-    state = model.init(jax.random.key(0), X)
-    assert len(set(model.train_loop(state, [X, X])[1].loss.tolist())) == 2
+    assert len(set(model.train_loop(model.init(jax.random.key(0), X), [X, X])[1].loss.tolist())) == 2
 
 
 @pytest.mark.slow
@@ -149,7 +140,7 @@ def test_dropout_of_a_module_in_a_loop_is_refused(kind):
         run(body)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", DRAW_NOTHING)
 def test_a_module_that_draws_nothing_may_be_called_in_a_loop(kind):
     module = module_of(DRAW_NOTHING[kind])
@@ -178,6 +169,7 @@ def test_dropout_under_checkpoint_is_a_modules_own_affair():
 APART = r"within a function that jax traces apart \({}.*\), "
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("where", [*LOOPS, *OUTSIDE])
 def test_a_variable_is_not_created_where_it_would_not_exist_outside(where):
     def body(x):
@@ -196,7 +188,7 @@ def test_a_variable_is_not_created_where_it_would_not_exist_outside(where):
 READING = [*LOOPS, *(name for name in ONCE if name != "jax.custom_vjp")]  # which may not close over a variable
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("where", READING)
 def test_a_variable_got_before_is_read_anywhere(where):
     def body(x):
@@ -242,9 +234,6 @@ def test_a_write_whose_value_is_not_known_outside_is_refused(where, call):
     message = rf"`est\.{call}\('count'\)` was called " + APART.format("`jax")
     with pytest.raises(ValueError, match=message + "outside of which the value is not known. Return it, and write it"):
         run(body)
-
-
-# Optimizers and reports.
 
 
 @pytest.mark.parametrize("where", ["jax.lax.cond", "jax.lax.scan", "jax.jit"])
@@ -339,7 +328,7 @@ def test_weighted_losses_match_one_big_batch(place):
                 assert_close(*(model.train_step(state, x, y)[0].variables for model in (replicated, plain)))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("place", PLACES)
 def test_weighted_losses_in_micro_batches_are_right_or_refused(place):
     (x,), (y,) = regression(8, steps=1)

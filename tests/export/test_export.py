@@ -103,7 +103,7 @@ def test_batches_of_any_size_give_what_predict_gives(estimator, tmp_path):
     assert_exports_what_it_predicts(plain, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("9 replicated and wrapped model_fns")
 @pytest.mark.parametrize("distribution", list(VariableDistribution))
 def test_a_replicated_model_fn_is_exported_for_one_device(estimator, tmp_path, distribution):
@@ -114,7 +114,7 @@ def test_a_replicated_model_fn_is_exported_for_one_device(estimator, tmp_path, d
     assert_close(est.load_exported(path)(features), want)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("9 replicated and wrapped model_fns")
 def test_wrapped_estimators_are_exported_too(estimator, tmp_path):
     def metric_fn(predictions):
@@ -177,10 +177,7 @@ def test_features_may_be_structs_in_any_nesting(estimator, tmp_path):
         return est.EstimatorSpec("infer", predictions=a + tree["b"][:, 0].astype(jnp.int32))
 
     nested = est.Estimator(model_fn, estimator.model_dir)
-    structs = (
-        [jax.ShapeDtypeStruct((2,), np.int32), {"b": jax.ShapeDtypeStruct((2, 1), jnp.bfloat16)}],
-        None,
-    )
+    structs = ([jax.ShapeDtypeStruct((2,), np.int32), {"b": jax.ShapeDtypeStruct((2, 1), jnp.bfloat16)}], None)
     loaded = est.load_exported(nested.export_model(tmp_path, structs))
     got = loaded(([np.arange(3), {"b": np.ones((3, 1), jnp.bfloat16)}], None))
     assert_close(got, {"output": np.array([1, 2, 3], np.int32)})
@@ -283,7 +280,7 @@ def test_an_export_is_called_by_the_time_or_the_next_free_number(estimator, tmp_
     assert not [name for name in os.listdir(tmp_path / "b") if name.startswith("temp")]
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("9 dir")
 def test_the_newest_export_of_a_directory_is_loaded(estimator, tmp_path):
     older, newer = (estimator.export_model(tmp_path, ANY) for _ in range(2))

@@ -95,6 +95,7 @@ def for_walk(features):
     return {"side": [features["side"][0], None]}
 
 
+@pytest.mark.slow
 def test_all_outputs_need_all(estimator, tmp_path):
     path = estimator.export_model(tmp_path, batch(2), platforms="cpu")
     assert products(path) == 4
@@ -134,6 +135,7 @@ def test_outputs_have_the_operations_weights_and_features_they_need(
     assert all(x["shape"][0] == "b" for name, x in described.items() if name != "mean")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("distribution", [VariableDistribution.MIRRORED, VariableDistribution.SHARED_ROUND_ROBIN])
 def test_a_part_of_a_replicated_model_fn_is_exported_for_one_device(estimator, tmp_path, distribution):
     replicated = replicate_model_fn(model_fn, devices=cpus(4), variable_distribution=distribution)
@@ -180,9 +182,6 @@ def test_features_and_predictions_may_be_single_arrays_and_no_weights_be_needed(
     assert_close(est.load_exported(path)(X), {"output": X * 2})
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize("outputs", [[], 3, ["a", 1], {"a": 1}], ids=str)
 def test_outputs_must_be_names(estimator, tmp_path, outputs):
     message = r"outputs of `export_model` must name at least one recorded value or prediction, .*; got " + re.escape(
@@ -210,10 +209,7 @@ def record_some(features):
             r"Recorded are \['rows', 'weights'\], the predictions are \['other', 'rows', 'table/a'\]\.",
         ),
         ("rows", r"\['rows'\] is the name of a recorded value and of a prediction\. Rename one of them\. Recorded are"),
-        (
-            "weights",
-            r"got 'weights' in outputs, which has the shape \(4, 2\) for a batch of b examples\. Values recor",
-        ),
+        ("weights", r"got 'weights' in outputs, which has the shape \(4, 2\) for a batch of b examples\. Values recor"),
         (["table/a"], r"got 'table/a' in outputs, which has the shape \(3, 2\) for a batch of b examples"),
     ],
     ids=["unknown", "both", "recorded", "predicted"],

@@ -19,7 +19,7 @@ def model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_a_model_in_segments_is_exported_for_any_number_of_rows(tmp_path):
     replicated = replicate_model_fn(model_fn, devices=cpus(2), tower_transform=est.checkpoint_segments)
     estimator = est.Estimator(replicated, tmp_path / "model")

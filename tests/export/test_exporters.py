@@ -7,15 +7,17 @@ import shutil
 import numpy as np
 import pytest
 from testing.estimators import X, make, times
+from testing.refused import TEXTS
 
 import estimator as est
-from estimator.export import _exporters
+from estimator.export import _exporters, _retention
 
 FEATURES = np.zeros((1, 2), np.float32)
 WORSE = {"loss": 0.9, "global_step": 20}
 GOOD = {"loss": 0.5, "global_step": 30}
 BEST = {"loss": 0.25, "global_step": 40}
 NAN = {"loss": np.nan, "global_step": 50}
+OUTSIDE = b'{"export": "../outside", "eval_result": {"loss": 0.9, "global_step": 20}}'
 
 
 class Model:
@@ -95,9 +97,6 @@ def test_what_is_asked_of_the_estimator(export, tmp_path):
         (str(tmp_path / "a"), FEATURES, options),
         (str(tmp_path / "latest"), FEATURES, {"checkpoint_path": "ckpt-1"}),
     ]
-
-
-# The best.
 
 
 @pytest.mark.covers("7 BestExporter")
@@ -206,25 +205,23 @@ def test_an_export_that_can_not_be_deleted_is_warned_of(export, monkeypatch, mes
     def fail(path):
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(_exporters, "remove_dir", fail)
+    monkeypatch.setattr(_retention, "remove_dir", fail)
     for result in (GOOD, BEST):
         assert export(latest(exports_to_keep=1), result)
     assert any(m.startswith("Can not delete the old export") and m.endswith("not yours") for m in messages())
 
 
-@pytest.mark.parametrize("contents", [b"", b'{"export": "1', b"[]", b'{"export": 3, "eval_result": {}}', b"\xff"])
+@pytest.mark.parametrize("contents", [*TEXTS, b'{"export": 3, "eval_result": {}}', OUTSIDE])
 @pytest.mark.parametrize("kind", [latest, final, best])
 def test_a_damaged_record_is_named_in_the_log_and_written_again(export, tmp_path, caplog, kind, contents):
     assert export(kind(), GOOD, final=True) == "1000000001"
     (tmp_path / kind().name / "exported.json").write_bytes(contents)
+    (tmp_path / "outside").mkdir()
     assert export(kind(), WORSE, final=True) == "1000000002"
     errors = {each.getMessage() for each in caplog.records if each.levelname == "ERROR"}
     (error,) = errors
     assert error.startswith(f"{tmp_path}/{kind().name}/exported.json is damaged (")
     assert export(kind(), WORSE, final=True) == "1000000002"
-
-
-# What is refused.
 
 
 @pytest.mark.parametrize("kind", [est.LatestExporter, est.FinalExporter, est.BestExporter])
@@ -259,9 +256,6 @@ def test_an_exporter_has_a_name_and_exports():
         est.Exporter()
 
 
-# In a training run.
-
-
 @pytest.mark.slow
 @pytest.mark.covers("5 export path")
 def test_the_models_of_a_training_are_exported(tmp_path):
@@ -277,12 +271,7 @@ def test_the_models_of_a_training_are_exported(tmp_path):
     for _ in range(2):  # the second time it has ended already
         _, paths = est.train_and_evaluate(estimator, train_spec, spec, eval_every_steps=2)
     folders = {name: sorted(os.listdir(tmp_path / "export" / name)) for name in os.listdir(tmp_path / "export")}
-    assert {name: len(paths) - 1 for name, paths in folders.items()} == {
-        "latest": 3,
-        "final": 1,
-        "best": 3,
-        "first": 1,
-    }
+    assert {name: len(paths) - 1 for name, paths in folders.items()} == {"latest": 3, "final": 1, "best": 3, "first": 1}
     assert [path and os.path.basename(path) for path in paths] == [
         folders["latest"][2],
         folders["final"][0],

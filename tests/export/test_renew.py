@@ -11,7 +11,7 @@ import pytest
 
 import estimator as est
 from estimator import renew
-from estimator.checkpoint._export_folder import write_checksums
+from estimator.checkpoint._export_folder import ExportFolder
 from estimator.export._arguments import describe_features, read_features
 
 X = {"x": [np.arange(6, dtype=np.float32).reshape(2, 3), (np.arange(2, dtype=np.int8), None)]}
@@ -51,7 +51,7 @@ def make_unreadable(path):
         if name.endswith(".jaxexport"):
             with open(os.path.join(path, name), "wb") as file:
                 file.write(b"of another jax")
-    write_checksums(path)
+    ExportFolder(path).seal()
 
 
 def read(path, name):
@@ -59,6 +59,7 @@ def read(path, name):
         return file.read()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2, "platforms": ["cpu"]}, {"outputs": ["first"]}], ids=str)
 def test_a_renewed_export_computes_the_same_without_the_checkpoint(estimator, tmp_path, options, capsys):
     (tmp_path / "words.txt").write_text("cat")
@@ -108,7 +109,7 @@ def test_an_export_without_its_arguments_is_refused(estimator, tmp_path):
         metadata["arguments"] = value
         with open(os.path.join(path, "metadata.json"), "w") as file:
             json.dump(metadata, file)
-        write_checksums(path)
+        ExportFolder(path).seal()
 
     change(None)
     with pytest.raises(ValueError, match="does not have the arguments of its export in metadata.json. Export it from"):

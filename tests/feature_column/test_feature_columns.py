@@ -77,6 +77,7 @@ def test_a_hashed_integer_may_be_negative_but_not_minus_one():
     assert ids.tolist() == [-1, mixed(np.uint32(2**32 - 2)) % 1000]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("outside, code", [({}, -1), ({"default_value": 1}, 1), ({"num_oov_buckets": 5}, None)])
 def test_a_vocabulary_of_integers_is_looked_up_in_the_program(outside, code):
     column = fc.categorical_column_with_vocabulary_list("x", [30, 10, 20], **outside)
@@ -108,7 +109,7 @@ def test_a_column_that_is_crossed_by_name_has_the_ids_of_a_vocabulary():
     words = fc.categorical_column_with_vocabulary_list("x", ["a", "b"])
     columns = [fc.crossed_column(["x", "y"], 100), words, fc.indicator_column(words)]
     encoded = fc.encode({"x": np.array(["b", "c"]), "y": np.array(["p", "p"])}, columns)
-    assert encoded["x"].tolist() == [1, -1]
+    assert encoded["x"].astype(np.int32).tolist() == [1, -1]
     for some in (columns, columns[::-1]):
         again = fc.encode({"x": np.array(["b", "c"]), "y": np.array(["p", "p"])}, some)
         np.testing.assert_array_equal(columns[0].ids(again), columns[0].ids(encoded))
@@ -132,7 +133,7 @@ def test_strings_become_ids_or_codes():
     }
     result = fc.encode(features, columns)
     crc = lambda text: zlib.crc32(text.encode()) % 2**31  # noqa: E731
-    assert result["pet"].tolist() == [1, -1, -1, 0]
+    assert result["pet"].astype(np.int32).tolist() == [1, -1, -1, 0]
     assert result["city"].tolist() == [
         [crc("Köln"), -1],
         [crc("Rom"), -1],
@@ -141,7 +142,7 @@ def test_strings_become_ids_or_codes():
     ]
     assert result["street"].tolist() == [crc("a"), crc("b"), crc("a"), -1]
     assert result["age"] is features["age"] and features["pet"][0] == "dog"
-    assert all(result[key].dtype == np.int32 for key in ("pet", "city", "street"))
+    assert [result[key].dtype for key in ("pet", "city", "street")] == [np.uint32, np.int32, np.int32]
     again = fc.encode(result, columns)
     assert all(again[key] is result[key] for key in result)
 
@@ -158,11 +159,71 @@ def test_strings_out_of_the_vocabulary_have_the_default_or_a_bucket_of_their_own
 
 def test_columns_of_pandas_are_encoded():
     pd = pytest.importorskip("pandas")
-    frame = pd.DataFrame({"s": ["a", None, "b"], "c": pd.Categorical(["b", "a", "b"]), "n": [1, 2, 3]})
+    frame = pd.DataFrame({"s": ["a", None, "b"], "c": pd.Categorical(["b", None, "b"]), "n": [1, 2, 3]})
+    # As `convert_dtypes` makes them; the last one lacks no value.
+    frame["i"], frame["t"] = pd.array([1, None, 3], dtype="Int64"), pd.array([True, None, False], dtype="boolean")
+    frame["f"], frame["whole"] = pd.array([1.5, None, 2], dtype="Float32"), pd.array([1, 2, 3], dtype="Int32")
     columns = [fc.categorical_column_with_vocabulary_list(key, ["a", "b"]) for key in "sc"]
-    result = fc.encode(dict(frame), columns)
-    assert result["s"].tolist() == [0, -1, 1] and result["c"].tolist() == [1, 0, 1]
-    assert result["n"].tolist() == [1, 2, 3]
+    for features in (frame, dict(frame[["s", "c", "n"]])):
+        result = fc.encode(features, columns)
+        assert result["s"].astype(np.int32).tolist() == [0, -1, 1]
+        assert result["c"].astype(np.int32).tolist() == [1, -1, 1]
+        assert result["n"].tolist() == [1, 2, 3]
+    result = fc.encode(frame, columns)
+    assert all(type(array) is np.ndarray for array in result.values())
+    np.testing.assert_array_equal(result["i"], [1, np.nan, 3])
+    np.testing.assert_array_equal(result["t"], [1, np.nan, 0])
+    np.testing.assert_array_equal(result["f"], [1.5, np.nan, 2])
+    assert result["whole"].dtype == np.int32
+
+
+def test_dtypes_of_a_frame_do_not_depend_on_what_is_missing():
+    pd = pytest.importorskip("pandas")
+    keys = ("age", "year", "class", "id", "both", "part", "free")
+    whole = pd.DataFrame({key: [1, 2] for key in keys})
+    classes = fc.categorical_column_with_identity
+    columns = [
+        fc.numeric_column("age"),
+        fc.bucketized_column(fc.numeric_column("year"), [2]),
+        fc.indicator_column(classes("class", 3)),
+        fc.crossed_column([classes("id", 3), fc.bucketized_column(fc.numeric_column("part"), [2])], 9),
+        *(fc.numeric_column("both"), classes("both", 3)),
+    ]
+    result = fc.encode(whole, columns)
+    assert {key: array.dtype.kind for key, array in result.items()} == dict(zip(keys, "ffiiifi", strict=True))
+    gaps = whole.assign(age=[1, None], year=[None, 2], part=[None, None], **{"class": [None, 2], "id": [None, None]})
+    missing = fc.encode(gaps, columns)
+    assert {key: array.dtype for key, array in missing.items()} == {key: array.dtype for key, array in result.items()}
+    assert np.isnan(missing["part"]).all() and np.isnan(missing["age"]).tolist() == [False, True]
+    assert missing["class"].tolist() == [-1, 2] and missing["id"].tolist() == [-1, -1]
+    assert fc.encode({"age": whole["age"].to_numpy()}, columns)["age"].dtype.kind == "i"
+    # Without a string pandas does not know either that a column is one of strings.
+    assert fc.encode(pd.DataFrame({"x": [np.nan]}), [NUMERALS])["x"].astype(np.int32) == -1
+    with pytest.raises(
+        TypeError, match="needs integers; feature 'class' is float32. .* `est.feature_column.bucketized"
+    ):
+        columns[2].values(fc.encode(whole.assign(**{"class": [1.5, None]}), columns))
+
+
+NUMERALS = fc.categorical_column_with_vocabulary_list("x", ["1", "2", "3"])
+OF_STRINGS = {
+    "list": NUMERALS,
+    "indicator": fc.indicator_column(NUMERALS),
+    "embedding": fc.embedding_column(NUMERALS, 2),
+    "weighted": fc.weighted_categorical_column(NUMERALS, "w"),
+    "crossed": fc.crossed_column([NUMERALS, "y"], 9),
+    "sequence": fc.sequence_categorical_column_with_vocabulary_list("x", ["1", "2", "3"]),
+}
+
+
+@pytest.mark.parametrize("column", OF_STRINGS.values(), ids=OF_STRINGS)
+def test_integers_are_refused_where_classes_are_strings(column):
+    integers = {"x": np.array([[1, 2], [3, 9]]), "y": np.zeros(2, int)}
+    with pytest.raises(TypeError, match=r"Feature 'x' is of dtype int64, .* Write `.astype\(str\)` .*np.uint32"):
+        fc.encode(integers, [column])
+    reader = column if hasattr(column, "ids") else column.categorical_column
+    with pytest.raises(TypeError, match=r"classes of feature 'x' are strings, such as '1'; got int32. .*`.astype\(str"):
+        reader.ids(integers)
 
 
 # Dense columns of classes.
@@ -179,6 +240,7 @@ def test_an_indicator_counts():
     assert np.isnan(column.values({"pet": np.array([0, 3])})).all(axis=1).tolist() == [False, True]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("combiner, power", [("sum", 0.0), ("mean", 1.0), ("sqrtn", 0.5)])
 def test_embeddings_are_combined(combiner, power):
     column = fc.embedding_column(PETS, 2, combiner)
@@ -199,7 +261,7 @@ def test_embeddings_begin_as_tensorflow_has_them():
     np.testing.assert_array_equal(result, [[1, 1], [1, 1], [0, 0], [1, 1]])
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("buckets, kind", [(1024, jax.Array), (1025, est.IndexedSlices)])
 def test_large_tables_have_sparse_gradients(buckets, kind):
     pets = fc.categorical_column_with_identity("pet", buckets)
@@ -254,6 +316,7 @@ def test_columns_stand_side_by_side_in_the_order_of_their_names():
     np.testing.assert_array_equal(fc.input_layer(features, columns), [[8, 9, 0, 1, 0, 7]])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("combiner, power", [("sum", 0.0), ("mean", 1.0), ("sqrtn", 0.5)])
 def test_a_linear_model_is_a_weighted_sum(combiner, power):
     x = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -329,7 +392,7 @@ REFUSED = {
         ),
         (
             lambda: fc.input_layer(np.ones(3), [NUMBER]),
-            "features should be a dictionary of arrays .* Given type: ndarray",
+            r"features should be a dictionary of arrays .* Given type: ndarray.*DataFrame, .*encode\(frame, columns\)",
         ),
         (
             lambda: fc.input_layer({"y": np.ones(3)}, [NUMBER]),
@@ -354,8 +417,13 @@ REFUSED = {
         ),
         (
             lambda: fc.encode({"y": np.array(["a"])}, [HASHED, NUMBER]),
-            r"Feature 'y' is of dtype <U1, but none .* those that do are of \['x'\]. .*_with_hash_bucket\('y', 1000\)",
+            r"features \['y'\] hold strings or objects, but none .* are of \['x'\]. .*_with_hash_bucket\('y', 1000\)",
         ),
+        (
+            lambda: fc.encode({"y": np.array(["a"]), "z": np.array([None])}, HASHED),
+            r"features \['y', 'z'\] hold .* `frame.drop\(columns=\['y', 'z'\]\)`",
+        ),
+        (lambda: fc.encode({"x": np.array(["a"])}, ["x"]), "Items of feature_columns must be columns .* Given: 'x'"),
         (
             lambda: fc.encode({"x": np.array(["a"])}, [fc.crossed_column([WORDS("x", ["a"]), "y"], 9), HASHED]),
             "turn the strings of feature 'x' into integers in different ways",
@@ -382,12 +450,17 @@ REFUSED = {
         ),
         (
             lambda: fc.encode({"x": np.array(["a", 3], object)}, [HASHED]),
-            "Feature 'x' must hold numbers or strings alone; got 3 of type int",
+            "Feature 'x' must hold numbers or strings alone; got 3 of type int. .* `.astype\\(np.int32\\)` for",
+        ),
+        (
+            lambda: PETS.ids({"pet": np.array([1, 2], object)}),
+            r"Feature 'pet' holds strings, or objects, .* `.astype\(np.int32\)` for integers in an array of objects",
         ),
     ],
 }
 
 
+@pytest.mark.quick
 @pytest.mark.covers("11 feature columns")
 @pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))
 def test_columns_say_what_is_wrong(call, error, message):

@@ -5,10 +5,10 @@ import numpy as np
 import optax
 import pytest
 from testing.columns import read
+from testing.model_fns import minimizing
 from testing.towers import assert_close, replicate, started
 
 import estimator as est
-from replicate import TowerOptimizer
 
 fc = est.feature_column
 AAA, BBB = (fc.sequence_categorical_column_with_identity(key, 3) for key in ("aaa", "bbb"))
@@ -19,9 +19,6 @@ B = np.array([[11.0, 12, 13], [14, 15, 16], [17, 18, 19]], np.float32)
 
 def layer(columns):
     return lambda features: fc.sequence_input_layer(features, columns)
-
-
-# Values.
 
 
 def test_each_step_has_its_vectors():
@@ -100,8 +97,7 @@ def test_integers_out_of_the_vocabulary_and_hashes_are_steps():
     hashed = fc.sequence_categorical_column_with_hash_bucket("x", 5)
     np.testing.assert_array_equal(hashed.ids(x), fc.categorical_column_with_hash_bucket("x", 5).ids(x))
     assert hashed.lengths(x).tolist() == [2, 1]
-    words = fc.encode({"x": np.array([["a", ""]])}, [hashed])
-    assert hashed.lengths(words).tolist() == [1]
+    assert hashed.lengths(fc.encode({"x": np.array([["a", ""]])}, [hashed])).tolist() == [1]
 
 
 def test_features_of_other_lengths_make_an_example_nan():
@@ -121,9 +117,6 @@ def test_pad_batches_fills_sequences_up():
     assert values.shape == (2, 4, 4) and lengths.tolist() == [1, 3] and not np.isnan(values).any()
 
 
-# Training.
-
-
 @pytest.mark.slow
 def test_an_lstm_over_sequences_trains_alike_on_towers():
     columns = [fc.embedding_column(AAA, 2), fc.sequence_numeric_column("x")]
@@ -133,14 +126,13 @@ def test_an_lstm_over_sequences_trains_alike_on_towers():
     features = {"aaa": np.where(padding, -1, ids), "x": np.where(padding, np.nan, ids + 0.5).astype(np.float32)}
     labels = random.normal(size=(8, 4)).astype(np.float32)
 
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         inputs, lengths = fc.sequence_input_layer(features, columns)
         outputs, state = est.layers.lstm(inputs, 4, sequence_length=lengths)
-        loss = est.losses.mean_squared_error(labels, outputs.sum(1))
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.5)).minimize(loss))
+        return est.losses.mean_squared_error(labels, outputs.sum(1))
 
     def trained(towers):
-        model, state = started(replicate(model_fn, towers), features, labels)
+        model, state = started(replicate(minimizing(loss_of, optax.sgd(0.5)), towers), features, labels)
         for _ in range(3):
             state, spec = model.train_step(state, features, labels)
         return state.variables, spec.loss

@@ -46,6 +46,7 @@ def test_a_linear_model_multiplies_by_the_weights():
     np.testing.assert_allclose(result, [[0.5], [3.2]], rtol=1e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("combiner", COMBINERS)
 def test_linear_models_and_embeddings_combine_by_weights(combiner):
     name = "linear_model/ids_weighted_by_values/weights"
@@ -210,7 +211,7 @@ def test_the_lines_of_a_file_are_a_vocabulary(words):
     assert two == fc.categorical_column_with_vocabulary_list("x", ["Köln", "Rom"], num_oov_buckets=4)
     assert two.num_buckets == 6
     default = fc.categorical_column_with_vocabulary_file("x", words, default_value=1)
-    assert fc.encode({"x": np.array(["Bonn", "z", ""])}, [default])["x"].tolist() == [2, 1, -1]
+    assert fc.encode({"x": np.array(["Bonn", "z", ""])}, [default])["x"].astype(np.int32).tolist() == [2, 1, -1]
 
 
 def test_a_file_of_integers_is_a_vocabulary_of_integers(tmp_path):

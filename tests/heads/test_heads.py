@@ -53,9 +53,6 @@ def precision_recall_area(labels, p, w):
     return area / w[labels == 1].sum()
 
 
-# What heads compute.
-
-
 @pytest.mark.covers("11 BinaryClassHead")
 @pytest.mark.parametrize("reduction", REDUCED)
 def test_the_loss_is_the_weighted_cross_entropy_as_the_reduction_says(reduction):
@@ -71,7 +68,7 @@ def sk():
 @pytest.mark.covers("11 BinaryClassHead")
 @pytest.mark.parametrize("w", [W, np.ones(ROWS, np.float32)], ids=["weights", "no weights"])
 def test_binary_metrics_match_scikit_learn(w, sk):
-    head = est.BinaryClassHead("w" if w is W else None, thresholds=[0.25, 0.5])
+    head = est.BinaryClassHead("w" if w is W else None, thresholds=np.array([0.25, 0.5]))
     result = results(head.metrics(LABEL, LOGIT, {"w": w} if w is W else None))
     p, mean = P[:, 0], np.average(LABEL, weights=w)
     expected = {
@@ -125,8 +122,7 @@ def test_sizes_may_be_numpys_integers(make):
 @pytest.mark.covers("11 MultiClassHead")
 def test_sparse_classes_are_made_dense():
     head = est.MultiClassHead(3)
-    labels = BCOO.fromdense(jnp.asarray(CLASS)[:, None])
-    assert head.loss(labels, LOGITS) == head.loss(CLASS, LOGITS)
+    assert head.loss(BCOO.fromdense(jnp.asarray(CLASS)[:, None]), LOGITS) == head.loss(CLASS, LOGITS)
 
 
 @pytest.mark.covers("11 MultiClassHead")
@@ -144,7 +140,7 @@ def test_a_head_of_several_classes(sk):
     np.testing.assert_array_equal(predictions["classes"], p.argmax(1)[:, None].astype(str))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("11 MultiLabelHead")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_head_of_several_labels(sparse, sk):
@@ -185,8 +181,7 @@ def test_a_head_of_several_numbers(w):
     head = est.RegressionHead(3, "w", loss_reduction="weighted_sum_by_nonzero_weights")
     labels, all_w = np.float32(MULTI), np.broadcast_to(w.reshape(ROWS, -1), (ROWS, 3))
     losses = (LOGITS - labels) ** 2
-    loss = float(head.loss(labels, LOGITS, {"w": w}))
-    assert loss == close((losses * all_w).sum() / (all_w != 0).sum())
+    assert float(head.loss(labels, LOGITS, {"w": w})) == close((losses * all_w).sum() / (all_w != 0).sum())
     assert results(head.metrics(labels, LOGITS, {"w": w})) == {
         "average_loss": close(np.average(losses, weights=all_w)),
         "prediction/mean": close(np.average(LOGITS, weights=all_w)),
@@ -218,7 +213,7 @@ def test_a_logistic_head_takes_shares():
     assert results(head.metrics(share, LOGIT))["prediction/mean"] == close(P.mean())
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "head, logits, labels",
     [
@@ -235,13 +230,38 @@ def test_a_label_that_there_cannot_be_makes_the_loss_nan(head, logits, labels):
     assert np.isnan(head.loss(labels, logits))
 
 
+ABSENT = [
+    (est.BinaryClassHead("w", thresholds=[0.3]), LOGIT[:3], [0, -1, 1]),
+    (est.MultiClassHead(3, "w"), LOGITS[:3], [0, -1, 1]),
+    (est.MultiLabelHead(3, "w", thresholds=[0.3]), LOGITS[:3], [[0, 1, 0], [-1, np.nan, 7], [1, 0, 0]]),
+    (est.RegressionHead(weight_column="w"), LOGIT[:3], [0.5, np.nan, 1]),
+    (est.RegressionHead(3, "w", loss_fn=lambda labels, logits: (labels - logits) ** 4), LOGITS[:3], np.eye(3)),
+    (est.PoissonRegressionHead(weight_column="w"), LOGIT[:3], [3, -1, 1]),
+    (est.LogisticRegressionHead("w"), LOGIT[:3], [0.5, np.inf, 1]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+@pytest.mark.parametrize("head, logits, labels", ABSENT, ids=lambda x: type(x).__name__)
+def test_a_row_of_weight_zero_is_absent(head, logits, labels, wrong):
+    labels, features, there = np.asarray(labels), {"w": np.float32([2, 0, 1])}, np.array([0, 2])
+    logits = np.where(np.array([[0], [1], [0]]), np.float32(wrong), logits)
+    loss, gradient = jax.value_and_grad(lambda x: head.loss(labels, x, features))(logits)
+    mine = {"w": features["w"][there]}
+    alone, its_gradient = jax.value_and_grad(lambda x: head.loss(labels[there], x, mine))(logits[there])
+    assert float(3 * loss) == close(float(2 * alone))
+    np.testing.assert_allclose(3 * gradient, np.insert(2 * its_gradient, 1, 0, axis=0), rtol=1e-6)
+    want = results(head.metrics(labels[there], logits[there], mine))
+    assert results(head.metrics(labels, logits, features)) == {name: close(value) for name, value in want.items()}
+
+
 def test_regularization_is_added_and_reported():
     head = est.RegressionHead(name="h")
     terms = [jnp.float32(0.25), jnp.float32(0.5)]
     plain = head.loss(LABEL, LOGIT)
     assert float(head.loss(LABEL, LOGIT, regularization_losses=terms) - plain) == close(0.75)
-    metrics = head.metrics(LABEL, LOGIT, regularization_losses=terms)
-    assert results(metrics)["regularization_loss/h"] == 0.75
+    assert results(head.metrics(LABEL, LOGIT, regularization_losses=terms))["regularization_loss/h"] == 0.75
     assert "regularization_loss/h" not in head.metrics(LABEL, LOGIT)
 
 
@@ -259,9 +279,6 @@ def test_a_loss_fn_takes_the_place_of_the_loss():
     assert seen == {"features": FEATURES, "reduction": est.Reduction.SUM}
     average = results(head.metrics(LABEL, LOGIT, FEATURES))["average_loss"]
     assert average == close(np.average(loss, weights=W))
-
-
-# Specs.
 
 
 def run(head, mode, logits=LOGIT, labels=LABEL, optimizer=None, **kwargs):
@@ -321,9 +338,6 @@ def test_export_outputs_are_named_as_in_tensorflow(head, logits, signatures):
     else:
         np.testing.assert_array_equal(outputs["serving_default"].value, spec.predictions["predictions"])
     assert outputs["predict"].outputs.keys() == spec.predictions.keys()
-
-
-# Several heads.
 
 
 LABELS = {"two": LABEL, "three": CLASS, "many": MULTI, "number": LABEL.astype(np.float32)}
@@ -392,9 +406,6 @@ def test_several_heads_in_an_estimator(tmp_path):
     np.testing.assert_array_equal(outputs["predict"].outputs["number/predictions"], outputs["number"].value)
 
 
-# Towers.
-
-
 OPTIMIZER = TowerOptimizer(optax.sgd(0.05))
 ROWS_OF = {"x": np.concatenate([LOGITS, LOGIT], axis=1), "w": W}
 
@@ -411,8 +422,7 @@ def one_tower(reduction):
         )
 
     model = est.transform(model_fn)
-    state = model.init(jax.random.key(1), ROWS_OF, LABELS)
-    return model_fn, model, state
+    return model_fn, model, model.init(jax.random.key(1), ROWS_OF, LABELS)
 
 
 @pytest.mark.slow
@@ -446,15 +456,12 @@ def test_towers_have_the_losses_and_metrics_of_one_whatever_the_weights(towers, 
     assert results(got.eval_metric_ops) == {n: close(v) for n, v in results(want.eval_metric_ops).items()}
 
 
-# What training shows.
-
-
 def shown(model, state, *batch):
     _, spec = model.train_step(state, *batch)
     return {name: report.as_value() for name, report in jax.device_get(spec.reported).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("11 heads' summaries in TRAIN: loss/<head>")
 @pytest.mark.parametrize("reduction", ["weighted_sum_over_batch_size", "weighted_sum"])
 def test_training_shows_the_loss_of_each_head_and_of_regularization(reduction):
@@ -470,10 +477,10 @@ def test_training_shows_the_loss_of_each_head_and_of_regularization(reduction):
     assert shown(towers, state, ROWS_OF, LABELS) == {name: close(float(value)) for name, value in want.items()}
 
 
+@pytest.mark.quick
 @pytest.mark.covers("11 heads' summaries in TRAIN: loss/<head>")
 @pytest.mark.parametrize(
-    ("name", "tags"),
-    [(None, {"regularization_loss"}), ("two", {"loss/two", "regularization_loss/two"})],
+    ("name", "tags"), [(None, {"regularization_loss"}), ("two", {"loss/two", "regularization_loss/two"})]
 )
 def test_a_head_shows_what_no_one_else_does(name, tags):
     """The loss of a head without a name is the model's, which `train` shows; and a name may be taken."""

@@ -79,10 +79,7 @@ CONSTRUCTED = {
         (lambda: est.MultiLabelHead("3"), "`MultiLabelHead` needs an int as n_classes; got '3' of type str."),
         (lambda: est.MultiLabelHead(True), "`MultiLabelHead` needs an int as n_classes; got True of type bool."),
         (lambda: est.RegressionHead(None), "`RegressionHead` needs an int as label_dimension; got None of type None"),
-        (
-            lambda: jax.jit(est.MultiClassHead)(3),
-            r"`MultiClassHead` needs an int as n_classes; got .*JitTracer.*",
-        ),
+        (lambda: jax.jit(est.MultiClassHead)(3), r"`MultiClassHead` needs an int as n_classes; got .*JitTracer.*"),
         (lambda: est.RegressionHead(loss_fn="mse"), "loss_fn must be a function .* got 'mse'"),
         (lambda: est.MultiHead(["a"]), r"`MultiHead` takes heads such as .* got 'a'"),
     ],
@@ -158,6 +155,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.covers("11 Head")
 @pytest.mark.parametrize("error, args, message", refused.rows(LOSSES))
 def test_a_head_says_what_is_wrong_with_a_batch(args, error, message):
@@ -190,7 +188,7 @@ OPTIMIZERS = {
         (
             {"optimizer": optax.sgd(0.1)},
             r"needs an `est.Optimizer` or a `TowerOptimizer` .* Write `optimizer=est.Optimizer\(optax.adam\(1e-3\)\)`",
-        ),
+        )
     ],
 }
 

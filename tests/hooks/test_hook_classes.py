@@ -11,10 +11,12 @@ import optax
 import pytest
 from testing.estimators import X, Y, endless, make, refuse, saved_steps, step_of, times
 from testing.hooks import Noted, NotedListener
+from testing.model_fns import minimizing
 from testing.summaries import scalars
 from testing.towers import replicate
 
 import estimator as est
+from estimator.inputs import _recent_batches
 from replicate import TowerOptimizer
 
 # The ends of a run.
@@ -80,7 +82,7 @@ def test_stop_at_secs_ends_a_run_without_end(unsaved):
         (lambda: est.SummarySaverHook(save_secs=-1), "save_secs of SummarySaverHook must be a positive number; got -1"),
         (lambda: est.WatchdogHook(0), "timeout_secs of WatchdogHook must be a positive number; got 0"),
         (lambda: est.WatchdogHook(None), "Exactly one of timeout_secs should be provided to WatchdogHook"),
-        (lambda: est.WatchdogHook(1, action="kill"), r"action of WatchdogHook must be one of \['log', 'raise'\]; "
+        (lambda: est.WatchdogHook(1, action="kill"), r"action of WatchdogHook must be one of \['log', 'end'\]; "
          r"got 'kill'"),
     ],
 )  # fmt: skip
@@ -103,9 +105,6 @@ def test_bad_intervals_are_errors(make_hook, message):
 def test_bad_arguments_are_errors(make_hook, message):
     with pytest.raises(TypeError, match=message):
         make_hook()
-
-
-# FinalOpsHook and InMemoryEvaluatorHook.
 
 
 @pytest.mark.covers("4 FinalOpsHook")
@@ -147,9 +146,6 @@ def test_a_run_that_is_preempted_ends_without_an_evaluation_in_memory(unsaved):
     assert [results["global_step"] for results in hook.results] == [0]
 
 
-# StepCounterHook.
-
-
 class Writer:
     def __init__(self):
         self.scalars = []
@@ -179,9 +175,6 @@ def test_step_counter_takes_seconds(unsaved):
     unsaved.train(endless, hooks=[hook], steps=300)
     steps = [step for tag, _, step in writer.scalars if tag == "global_step/sec"]
     assert steps == sorted(set(steps)) and len(steps) >= 1 and steps[0] >= 2
-
-
-# LoggingTensorHook.
 
 
 @pytest.mark.covers("4 LoggingTensorHook")
@@ -224,18 +217,18 @@ def logging_model_fn(features, labels, mode):
         ]
     est.summary.scalar("half", 3 * loss)  # the names of a hook are none that a model_fn wants
     est.record("seen", est.global_step())
-    train_op = optimizer.apply_gradients(gradients)
-    return est.EstimatorSpec(mode, y, loss, train_op, training_hooks=hooks)
+    return est.EstimatorSpec(mode, y, loss, optimizer.apply_gradients(gradients), training_hooks=hooks)
 
 
+@pytest.mark.quick
 @pytest.mark.covers("4 LoggingTensorHook")
 @pytest.mark.parametrize("towers", [0, 2])
 def test_values_given_in_the_model_fn_are_logged_by_its_hooks(tmp_path, messages, towers):
-    model_fn = replicate(logging_model_fn, towers)
-    estimator = make(tmp_path, model_fn, save_checkpoints_steps=None)
+    estimator = make(tmp_path, replicate(logging_model_fn, towers), save_checkpoints_steps=None)
     batch = X, np.full_like(Y, 2.0)
     for _ in range(2):
         estimator.train(times(3, batch))
+    assert sum(f"No checkpoint of this run will be in {tmp_path}, unless" in text for text in messages()) == 2
     logged = [re.sub(r" \(.*", "", text) for text in messages() if text.startswith("half")]
     assert logged[:2] == ["half = 2, known = 0, loss = 4", "half = -4, rows = [2. 2. 2. 2.]"]
     assert len(logged) == 8 and logged[4:] == logged[:4]
@@ -268,13 +261,11 @@ def test_values_are_only_given_in_a_model_fn(unsaved):
         est.transform(model_fn).init(jax.random.key(0), X)
 
 
-# NanTensorHook.
-
-
 def nan_at(step, bad=np.nan):
     return lambda: [(X * (bad if i == step else 1), Y) for i in range(1, 8)]
 
 
+@pytest.mark.quick
 @pytest.mark.covers("1.3 NaN guard", "4 NanTensorHook")
 @pytest.mark.parametrize("steps_per_loop", [1, 4])
 def test_a_nan_loss_may_end_the_training_without_an_error_or_a_checkpoint(tmp_path, messages, steps_per_loop):
@@ -303,6 +294,63 @@ def test_a_nan_loss_is_an_error_by_default_and_with_the_hook(tmp_path):
         assert saved_steps(estimator) == [0, 1, 2]
 
 
+def with_gap(features, labels=Y):
+    return {"a": X, "b": features}, labels
+
+
+GAP = np.where(X == 5, np.nan, X)
+GAPS = {
+    "feature": (with_gap(GAP), "features['b'] holds 1 NaN, in row 2"),
+    "array of jax": (with_gap(jnp.asarray(GAP)), "features['b'] holds 1 NaN, in row 2"),
+    "label": (with_gap(X, GAP[:, 1:]), "labels holds 1 NaN, in row 2"),
+    "both": (
+        with_gap(GAP, np.where(Y % 8 > 4, np.nan, Y)),
+        "features['b'] holds 1 NaN, in row 2; labels holds 2 NaN, in rows 1 and 3",
+    ),
+    "infinity": (with_gap(np.where(X > 5, np.inf, X)), "features['b'] holds 2 inf, in row 3"),
+}
+
+
+def of_two(features, labels, mode):
+    y = (features["a"] + features["b"]) @ est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
+    loss = est.losses.mean_squared_error(labels, y)
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.01)).minimize(loss))
+
+
+@pytest.mark.slow
+@pytest.mark.covers("1.3 NaN guard")
+@pytest.mark.parametrize("steps_per_loop, towers", [(1, 0), (4, 2)])
+@pytest.mark.parametrize("kind", GAPS)
+def test_a_nan_in_the_batch_is_named_with_its_row(tmp_path, messages, steps_per_loop, towers, kind):
+    batch, found = GAPS[kind]
+    estimator = make(tmp_path, replicate(of_two, towers), steps_per_loop=steps_per_loop)
+    with pytest.raises(est.NanLossDuringTrainingError) as raised:
+        estimator.train(lambda: [with_gap(X)] * 2 + [batch] + [with_gap(X)] * 4)
+    assert str(raised.value).endswith(
+        f"In the batch of step 3, {found}. Leave such rows out in input_fn, or write `np.nan_to_num(x)`."
+    )
+    estimator.evaluate(lambda: [batch])
+    if kind != "infinity":
+        assert f"NaN loss in the evaluation at step 0. In the first batch, {found}." in messages()
+
+
+def test_a_nan_that_shows_in_the_next_loss_only_is_found_and_large_batches_are_not_kept(tmp_path, monkeypatch):
+    def loss_of(features, labels):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        # With a gap the root is 0, and its derivative NaN.
+        return w + jnp.sqrt(jnp.where(jnp.isnan(features).any(), w - w, w + 1))
+
+    def ends(model_dir):
+        with pytest.raises(est.NanLossDuringTrainingError) as raised:
+            make(model_dir, minimizing(loss_of, optax.sgd(0.0))).train(lambda: [X, GAP, X, X])
+        return str(raised.value)
+
+    said = ends(tmp_path / "small")
+    assert "at step 3. " in said and "In the batch of step 2, features holds 1 NaN, in row 2. Leave" in said
+    monkeypatch.setattr(_recent_batches, "_MOST_BYTES", X.nbytes)
+    assert "Look first for labels out of range" in ends(tmp_path / "large")
+
+
 CLASSES = est.MultiClassHead(3)
 
 
@@ -311,6 +359,7 @@ def classify(features, labels, mode):
     return CLASSES.create_estimator_spec(features, mode, logits, labels, est.Optimizer(optax.sgd(0.1)))
 
 
+@pytest.mark.quick
 @pytest.mark.covers("1.3 NaN guard")
 @pytest.mark.parametrize("labels, seen", [([1, 2, 3, 1], "from 1 to 3"), ([0, -1, 0, 0], "from -1 to 0")])
 def test_a_nan_loss_names_labels_out_of_range_and_their_range_first(tmp_path, messages, labels, seen):
@@ -333,9 +382,6 @@ def test_an_infinite_loss_is_no_nan(unsaved):
     assert other.calls.count("other.after_run") >= 3
 
 
-# ProfilerHook.
-
-
 @pytest.fixture
 def traces(monkeypatch):
     """Where traces began and ended, in a run with the hook that is the second value."""
@@ -351,6 +397,12 @@ def windows(traces):
     seen, _ = traces
     assert [what for what, *_ in seen] == ["start", "stop"] * (len(seen) // 2)
     return [(begin[1], end[1]) for begin, end in zip(seen[::2], seen[1::2], strict=True)]
+
+
+@pytest.mark.parametrize("save_steps, num_steps", [(100, 5), (6, 5), (5, 4), (2, 1)])
+def test_a_trace_has_five_steps_or_those_that_there_is_room_for(unsaved, traces, save_steps, num_steps):
+    unsaved.train(times(11), hooks=[traces[1], est.ProfilerHook(save_steps=save_steps)])
+    assert windows(traces)[0] == (num_steps, 2 * num_steps)
 
 
 @pytest.mark.covers("4 ProfilerHook")

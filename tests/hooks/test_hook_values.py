@@ -1,6 +1,7 @@
 """What hooks read of a step, on any number of towers; what reading costs; and that programs of several steps change
 neither values nor moments."""
 
+import functools
 import re
 
 import jax
@@ -9,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import Linear, X, Y, endless, make, times
+from testing.summaries import scalars
 from testing.towers import cpus
 
 import estimator as est
 from estimator.loop._programs import Programs
-from replicate import TowerOptimizer, replicate_model_fn
+from replicate import BlockSync, TowerOptimizer, replicate_model_fn
 
 ArrayImpl = type(jnp.zeros(()))  # what holds values of devices
 NAMES = ["loss", "mean", "rows", "net/count", "histogram", "image"]
@@ -104,8 +106,42 @@ def test_values_of_towers_match_one_big_batch(tmp_path):
     assert want[2][2].shape == (5, 2) and want[3][1].shape == (5, 2)
     two = replicate_model_fn(reporting_model_fn, devices=cpus(2))
     same(read(two, tmp_path / "2", five, "evaluate"), want[:3])
-    four = replicate_model_fn(reporting_model_fn, devices=cpus(4))
-    same(read(four, tmp_path / "4", five), want[:2])
+    same(read(replicate_model_fn(reporting_model_fn, devices=cpus(4)), tmp_path / "4", five), want[:2])
+
+
+def of_each_tower_model_fn(features, labels, mode, *, micro_batches=1):
+    w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
+    loss = jnp.mean((features @ w - labels) ** 2)
+    est.record("means", features.mean(), per_tower=True)
+    est.record("columns", features.sum(0), per_tower=True)
+    est.record("count", 7, per_tower=True)
+    train_op = TowerOptimizer(optax.sgd(0.0), accumulate_steps=micro_batches).minimize(loss)
+    return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+@pytest.mark.parametrize(
+    ("towers", "micro_batches", "options"),
+    [(0, 1, {}), (1, 1, {}), (2, 1, {}), (4, 1, {}), (2, 2, {}), (2, 1, {"block_sync": BlockSync(2)})],
+)
+def test_a_value_of_each_tower_is_an_array_over_towers(towers, micro_batches, options, tmp_path, messages):
+    model_fn = functools.partial(of_each_tower_model_fn, micro_batches=micro_batches)
+    if towers:
+        model_fn = replicate_model_fn(model_fn, devices=cpus(towers), **options)
+    estimator = make(tmp_path, model_fn, save_checkpoints_steps=None, save_summary_steps=1)
+    hook, log = Asking(["means", "columns", "count"]), est.LoggingTensorHook(["means"], every_n_iter=1)
+    estimator.train(lambda: [(X, Y)], hooks=[hook, log])
+    estimator.evaluate(lambda: [(np.concatenate([X, X[:1] + 9]), np.concatenate([Y, Y[:1]]))], hooks=[hook])
+    own = X.reshape(max(towers, 1), -1, 2)
+    (means, columns, count), (of_five, *_) = (values for *_, values in hook.got)
+    np.testing.assert_allclose(means, own.mean((1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(columns, own.sum(1) / micro_batches, rtol=1e-6)
+    assert count.tolist() == [7] * len(own)
+    shown = [scalars(tmp_path)[f"means/tower_{i}"] for i in range(len(own))]
+    np.testing.assert_allclose([value for [(step, value)] in shown], means, rtol=1e-6)
+    assert any(f"means = {np.array_str(means, precision=6, suppress_small=True)}" in line for line in messages())
+    if towers:  # the first tower has the fifth row too
+        want = [np.concatenate([own[0], X[:1] + 9]).mean(), *means[1:]]
+        np.testing.assert_allclose(of_five, want, rtol=1e-6)
 
 
 @pytest.mark.covers("4 SessionRunHook")
@@ -182,6 +218,7 @@ def started(monkeypatch):
 
 
 @pytest.mark.covers("4 a hook that asks for nothing")
+@pytest.mark.usefixtures("quick_steps")
 def test_a_hook_that_asks_for_nothing_waits_for_nothing(tmp_path, waits, started):
     estimator = make(tmp_path, small_model_fn, save_checkpoints_steps=None, steps_per_loop=5)
 
@@ -262,8 +299,7 @@ def test_hooks_know_which_variables_are_trainable(tmp_path):
     def model_fn(features, labels, mode):
         est.get_variable("moving", (), trainable=False)
         predictions = features * est.get_variable("w", ()) + est.get_variable("b", ())
-        loss = predictions.sum()
-        return est.EstimatorSpec(mode, predictions, loss, est.group())
+        return est.EstimatorSpec(mode, predictions, predictions.sum(), est.group())
 
     estimator = est.Estimator(model_fn, tmp_path)
     estimator.train(lambda: np.ones(2, np.float32), [Names()])

@@ -15,6 +15,7 @@ def moments(mocked):
     return [name for name, _, _ in mocked.method_calls]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "make_mock",
     [
@@ -43,8 +44,7 @@ def test_a_mock_may_request_values_and_be_a_hook_of_the_model_fn(tmp_path):
     of_spec = mock.Mock(spec=est.Hook)
 
     def model_fn(features, labels, mode):
-        spec = WithHooks([])(features, labels, mode)
-        return spec._replace(training_hooks=[of_spec])
+        return WithHooks([])(features, labels, mode)._replace(training_hooks=[of_spec])
 
     make(tmp_path / "spec", model_fn).train(times(1))
     assert moments(of_spec) == MOMENTS

@@ -1,3 +1,5 @@
+import gzip
+
 import numpy as np
 import pytest
 from testing import refused
@@ -42,6 +44,20 @@ def test_only_chosen_columns_are_read(files):
     assert sorted(batch) == ["age", "rich"] and np.isnan(batch["age"][1])
 
 
+def test_blank_lines_quotes_and_compression_are_read_as_pandas_reads_them(tmp_path):
+    with gzip.open(tmp_path / "a.csv.gz", "wt", encoding="utf-8-sig", newline="") as file:
+        file.write('\ntext, n\r\n"one, ""two""\nthree",1\r\n   \r\n,2')
+    [batch] = csv_input_fn(tmp_path / "a.csv.gz", 2, column_defaults=["none", 0], shuffle=False)()
+    assert batch["text"].tolist() == ['one, "two"\nthree', "none"] and batch["n"].tolist() == [1, 2]
+
+
+@pytest.mark.filterwarnings("error::pandas.errors.DtypeWarning")
+def test_a_column_has_one_kind_however_long_its_file_is(tmp_path):
+    (tmp_path / "long.csv").write_text("a,b\n" + "1,2\n" * 300_000 + "x,2\n")
+    [batch] = csv_input_fn(tmp_path / "long.csv", 300_001, shuffle=False)()
+    assert {*batch["a"]} == {"1", "x"}
+
+
 def test_an_estimator_trains_on_a_file(files):
     def model_fn(features, labels, mode):
         loss = est.losses.mean_squared_error(labels, est.get_variable("w", ()) * features["age"])
@@ -73,6 +89,29 @@ REFUSED = {
         (lambda a: csv_input_fn(a, column_defaults={"work": 0.0}, shuffle=False), "could not convert string to float"),
     ]
 }
+
+SECOND = {  # the second of two files of which the first is "age,income\n30,1000\n", and what else is given
+    "other order": ("income,age\n2000,40\n", {}, r"the same column names .*b.csv' has \['income', 'age'\], '.*a.csv"),
+    "other names": ("age,pay\n40,2000\n", {"column_names": ["x", "y"]}, "must have the same column names"),
+    "no header": ("40,2000\n41,2000\n", {}, r"must have the same column names.*b.csv' has \['40', '2000'\]"),
+    "one column more": ("age,income,job\n40,2000,x\n", {}, r"must have the same column names.*, 'job'\]"),
+    "one field more": ("age,income\n40,2000\n41,2000,9\n", {}, r"expects 2 fields .*line 3 of '.*b.csv' has 3: \['41'"),
+    "one field less": ('age,income\n"40",2000\n\n8\n', {}, r"expects 2 fields in .*line 4 of '.*b.csv' has 1: \['8'\]"),
+    "too few names": ("age,income\n", {"column_names": ["age"]}, "expects 1 fields in .*line 1 of '.*a.csv' has 2"),
+    "too few, bare": ("1,2\n", {"column_names": ["age"], "header": False}, "expects 1 fields in .*line 1 of '.*a.csv"),
+    "names in another order": ("age,income\n", {"column_names": ["income", "age"]}, "has its columns in the order"),
+    "one name twice": ("age,income\n", {"column_names": ["x", "x"]}, r"columns of different names; got \['x', 'x'\]"),
+    "empty": ("\n", {}, "found no rows in '.*b.csv'"),
+    "two characters": ("age,income\n", {"field_delim": ", "}, "needs one character as field_delim"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text, arguments, message", SECOND.values(), ids=SECOND)
+def test_files_and_rows_that_differ_in_their_columns_are_errors(tmp_path, text, arguments, message):
+    (tmp_path / "a.csv").write_text("age,income\n30,1000\n")
+    (tmp_path / "b.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        csv_input_fn(f"{tmp_path}/?.csv", 9, shuffle=False, **arguments)
 
 
 @pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))

@@ -24,9 +24,6 @@ def restored(state, make=Numbers):
     return source
 
 
-# peek and skip.
-
-
 def plain():
     return (np.full(1, n) for n in range(10))
 
@@ -64,9 +61,6 @@ def test_what_is_skipped_is_not_converted():
     source = batches([Tensor() for _ in range(4)])
     assert source.skip(3) == 3 and Tensor.converted == 0
     assert values(source) == [0] and Tensor.converted == 1
-
-
-# The position.
 
 
 def test_only_an_iterator_with_both_methods_has_a_position():

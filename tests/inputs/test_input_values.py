@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.experimental.sparse import BCOO
 from testing.estimators import make
+from testing.model_fns import minimizing
 
 import estimator as est
 from estimator.inputs._batch_values import copy_batch
@@ -162,16 +163,15 @@ def summed(estimator):
     return float(estimator.get_variable_value("sum"))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("loop", [{"steps_per_loop": 1}, {}, {"steps_per_loop": 7}], ids=["one", "auto", "seven"])
 def test_training_sees_each_batch_as_it_was_yielded(tmp_path, source, loop):
-    estimator = make(tmp_path / "m", summing, **loop)
-    assert summed(estimator.train(lambda: source(tmp_path))) == TOTAL
+    assert summed(make(tmp_path / "m", summing, **loop).train(lambda: source(tmp_path))) == TOTAL
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize("source", SOURCES)
 def test_evaluation_and_prediction_see_each_batch_as_it_was_yielded(tmp_path, source):
@@ -184,7 +184,7 @@ def test_evaluation_and_prediction_see_each_batch_as_it_was_yielded(tmp_path, so
     assert [float(batch.max()) for batch in predicted] == list(range(N))  # those given out stay as they were
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize("towers", [1, 2, 4])
 @pytest.mark.parametrize("loop", [1, 7])
@@ -209,14 +209,13 @@ def test_train_and_evaluate_sees_each_batch_as_it_was_yielded(tmp_path):
 
 
 def test_sparse_features_are_taken_as_they_were_yielded(tmp_path):
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         est.get_variable("sum", (), initializer=jax.nn.initializers.zeros, trainable=False)
         seen = features.todense().sum() / ROWS**2
         est.assign_add("sum", seen)
-        loss = seen + 0 * est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.0)).minimize(loss))
+        return seen + 0 * est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
 
-    assert summed(make(tmp_path / "m", model_fn).train(lambda: sparse(tmp_path))) == TOTAL
+    assert summed(make(tmp_path / "m", minimizing(loss_of, optax.sgd(0.0))).train(lambda: sparse(tmp_path))) == TOTAL
 
 
 # The pure steps, which are not waited for when the call returns.
@@ -235,7 +234,7 @@ def late(features, labels, mode):
     return est.EstimatorSpec(mode, predictions={"seen": seen}, **spec)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("step", ["train_step", "eval_step", "predict_step", "train_loop", "train_loop of a stack"])
 def test_a_buffer_may_be_written_again_when_a_step_has_been_called(step):
     model = est.transform(late)
@@ -349,6 +348,7 @@ def identity(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=train_op, predictions=features["ids"])
 
 
+@pytest.mark.quick
 @pytest.mark.covers("1.6 int64 and float64")
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
@@ -377,6 +377,7 @@ def test_numbers_of_est_inputs_that_do_not_fit_are_errors(tmp_path):
             make(tmp_path, identity).train(input_fn)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", ["init", "train_step", "eval_step", "predict_step", "train_loop", "a stack"])
 def test_numbers_that_do_not_fit_are_errors_in_the_pure_steps(step):
     good, bad = {"ids": np.arange(4)}, {"ids": np.arange(4) + 2**32}

@@ -40,9 +40,6 @@ class Node:
         return cls()
 
 
-# call_input_fn
-
-
 @pytest.mark.covers("1.6 args injected")
 def test_input_fn_gets_what_it_names():
     def call(input_fn):
@@ -51,10 +48,7 @@ def test_input_fn_gets_what_it_names():
     assert call(lambda: 1) == 1
     assert call(lambda config, mode: (config, mode)) == ("c", "m")
     assert call(lambda params, *, other=2: (params, other)) == ("p", 2)
-    assert call(functools.partial(lambda mode, params: (mode, params), mode="mine")) == (
-        "mine",
-        "p",
-    )
+    assert call(functools.partial(lambda mode, params: (mode, params), mode="mine")) == ("mine", "p")
 
 
 def test_input_fn_that_needs_other_arguments_is_an_error():
@@ -64,9 +58,6 @@ def test_input_fn_that_needs_other_arguments_is_an_error():
     with pytest.raises(TypeError, match=r"may take mode, params and config.*input_fn at .*takes \['path'\]. Bind"):
         call_input_fn(input_fn, "m", "p", "c")
     assert call_input_fn(functools.partial(input_fn, path="here"), "m", "p", "c") == ("here", (), {})
-
-
-# batches
 
 
 @pytest.mark.covers("1.5 infinite input", "1.6 returns")
@@ -129,9 +120,6 @@ def test_numpy_arrays_are_copied_and_jax_arrays_passed_through():
     [(features, labels)] = batches([({"x": x}, y)])
     assert not np.shares_memory(features["x"], x) and labels is y
     np.testing.assert_array_equal(features["x"], x, strict=True)
-
-
-# numpy_input_fn
 
 
 def rows(input_fn):

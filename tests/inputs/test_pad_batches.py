@@ -26,9 +26,6 @@ def one(*args, **kwargs):
     return next(iter(pad_batches([element], *args, **kwargs)))
 
 
-# Lengths and values.
-
-
 @pytest.mark.covers("1.6 padded_batch")
 @given(rows=st.lists(st.integers(0, 20), min_size=1, max_size=6), multiple=st.integers(1, 9), value=st.integers(-3, 3))
 @settings(max_examples=60, deadline=None)
@@ -108,8 +105,7 @@ def test_an_input_fn_stays_one_with_its_arguments():
         yield np.ones((2, params["n"]))
         yield np.ones((2, len(mode)))
 
-    estimator_calls = pad_batches(input_fn, 4)
-    assert rows_of(call_input_fn(estimator_calls, "train", {"n": 9}, None)) == [(2, 12), (2, 8)]
+    assert rows_of(call_input_fn(pad_batches(input_fn, 4), "train", {"n": 9}, None)) == [(2, 12), (2, 8)]
     assert rows_of(pad_batches(lambda: np.ones((2, 3)), 4)()) == [(2, 4)]
     assert batches(pad_batches(lambda: (np.ones((2, 3)), None), 4)()).is_one_batch
     with pytest.raises(TypeError, match="input_fn should return an iterable of batches.*got 3"):
@@ -148,9 +144,6 @@ def test_a_generator_is_closed_with_its_training(tmp_path):
 
     make(tmp_path, masked_mean).train(pad_batches(input_fn, 4), steps=3)
     assert closed == [True]
-
-
-# With the Estimator.
 
 
 def masked_mean(features, labels, mode):
@@ -238,17 +231,9 @@ def test_bad_arguments_are_errors_at_once(args, message):
         ({"x": [1, 2]}, {}, r"The rows of features\['x'\] must be sequences, or arrays of one.*\[\(\), \(\)\]"),
         ({"x": [[1], [[2]]]}, {}, r"The rows of features\['x'\] must be sequences"),
         ({"x": []}, {}, r"features\['x'\] has no rows. Let input_fn leave the batch out"),
-        (
-            {"x": [np.ones((1, 2)), np.ones((1, 3))]},
-            {},
-            r"rows of features\['x'\] differ in dimension 2: .2, 3",
-        ),
+        ({"x": [np.ones((1, 2)), np.ones((1, 3))]}, {}, r"rows of features\['x'\] differ in dimension 2: .2, 3"),
         ({"x": ROWS}, {"values": 0.5}, r"features\['x'\] is of dtype int64, which has no 0.5 to be padded with"),
-        (
-            (X, np.ones((2, 1), np.uint8)),
-            {"label_axes": 1, "label_values": -1},
-            "labels is of dtype uint8.* no -1",
-        ),
+        ((X, np.ones((2, 1), np.uint8)), {"label_axes": 1, "label_values": -1}, "labels is of dtype uint8.* no -1"),
         ({"x": ROWS}, {"values": "a"}, "which has no 'a' to be padded with"),
         (X, {"lengths": "n"}, "lengths='n' adds a feature, for which features must be a dict; got ndarray"),
         ({"x": ROWS, "y": ROWS}, {"lengths": "n"}, r"names the lengths of one feature; 2 are padded: \['x', 'y'\]"),

@@ -79,6 +79,41 @@ def test_an_estimator_trains_evaluates_and_predicts_on_a_frame(tmp_path):
     np.testing.assert_allclose(list(estimator.predict(pandas_input_fn(X, shuffle=False))), SERIES, atol=0.1)
 
 
+FC = est.feature_column
+COLUMNS = [
+    FC.numeric_column("b"),
+    FC.indicator_column(FC.categorical_column_with_vocabulary_list("color", ["red", "green"])),
+]
+COLORS = X.assign(color=["red", None, "green", "red", "blue"], w=[1, 0, 1, 1, 1])
+CLASSES = pd.Series(["no", "yes", "no", "yes", "no"], index=X.index)
+
+
+@pytest.mark.slow
+def test_a_canned_classifier_takes_strings_of_a_frame_and_of_a_file(tmp_path):
+    options = {"columns": COLUMNS, "label_vocabulary": ["no", "yes"]}
+    COLORS.assign(label=CLASSES).to_csv(tmp_path / "rows.csv", index=False)
+    file = str(tmp_path / "rows.csv")
+    inputs = [
+        pandas_input_fn(COLORS, CLASSES, 5, shuffle=False, **options),
+        est.inputs.csv_input_fn(file, 5, label_name="label", shuffle=False, **options),
+    ]
+    losses = []
+    for i, input_fn in enumerate(inputs):
+        linear = est.LinearClassifier(COLUMNS, tmp_path / str(i), weight_column="w", label_vocabulary=["no", "yes"])
+        linear.train(input_fn)
+        losses.append(linear.evaluate(input_fn)["loss"])
+    assert losses[0] == losses[1]
+    features, labels = next(inputs[0]())
+    assert features["color"].tolist() == [0, 2**32 - 1, 1, 0, 2**32 - 1] and labels.tolist() == [0, 1, 0, 1, 0]
+    predicted = list(linear.predict(lambda: FC.encode(COLORS.drop(columns="w"), COLUMNS), "classes"))
+    assert [row["classes"][0] for row in predicted] == [
+        row["classes"][0] for row in linear.predict(inputs[0], "classes")
+    ]
+    exported = est.load_exported(linear.export_model(tmp_path / "export", FC.encode(COLORS[["b", "color"]], COLUMNS)))
+    one = pd.DataFrame({"b": [1], "color": ["red"]})  # an integer, where the table has floats
+    assert exported(FC.encode(one, COLUMNS))["scores"].shape == (1, 2)
+
+
 REFUSED = {
     ValueError: [
         ({"shuffle": None}, "shuffle must be provided and explicitly set.*got None"),
@@ -92,10 +127,14 @@ REFUSED = {
         ({"batch_size": 0}, "batch_size must be an int >= 1; got 0"),
         ({"num_epochs": 0}, "num_epochs must be an int >= 1; got 0"),
         ({"seed": 1.5}, "seed must be an int >= 0; got 1.5"),
+        ({"columns": ["a"]}, "Items of feature_columns must be columns such as .* Given: 'a'"),
+        ({"x": COLORS, "columns": COLUMNS[:1]}, r"features \['color'\] hold strings or objects, .* `frame.drop\("),
+        ({"y": CLASSES, "label_vocabulary": ["no"]}, "got the label 'yes', which is not in label_vocabulary"),
     ],
     TypeError: [
         ({"target_column": ["t"]}, r"target_column must be a string type; got \['t'\]"),
         ({"y": SERIES.to_numpy()}, "y must be a pandas Series or DataFrame; got ndarray"),
+        ({"y": FRAME, "label_vocabulary": ["no"]}, r"label_vocabulary is for y as a Series; .* columns \['c', 'a'\]"),
         ({"x": {"a": np.ones(3)}}, "x must be a pandas DataFrame; got dict. For arrays there is numpy_input"),
     ],
 }

@@ -1,4 +1,5 @@
 import itertools
+import math
 import os
 import pathlib
 import queue
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 import weakref
 
 import jax
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from estimator.inputs import _prefetch
 from estimator.inputs._input_fn import batches
 from estimator.inputs._numpy import numpy_input_fn
-from estimator.inputs._prefetch import Prefetcher
+from estimator.inputs._prefetch import Prefetcher, pull_batches
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOREVER = 30  # seconds; longer than any wait that goes well
@@ -75,9 +77,6 @@ def pieces(ready, sizes):
         yield ready.get()
 
 
-# Order and bounds.
-
-
 @pytest.mark.covers("10 input thread")
 @given(total=st.integers(0, 30), sizes=st.lists(st.integers(1, 8), min_size=1, max_size=8))
 @settings(max_examples=40, deadline=None)
@@ -93,7 +92,7 @@ def test_pieces_are_the_input_in_its_order(total, sizes):
 @pytest.mark.covers("10 input thread")
 def test_no_more_is_taken_than_was_requested():
     numbers = Counted()
-    with Prefetcher(numbers, list, ahead=3) as ready:
+    with Prefetcher(numbers, list) as ready:
         assert not ready.wait(0.05) and numbers.taken == 0
         ready.request(3)
         ready.request(4)
@@ -112,6 +111,40 @@ def test_the_end_is_a_piece_of_no_batches_as_often_as_it_is_asked_for():
         sizes = [piece.size for piece in pieces(ready, [3, 3, 3, 3])]
         assert sizes == [3, 2, 0, 0]
         assert ready.get().batches is None and ready.wait(0)
+
+
+@pytest.mark.covers("10 input thread")
+@pytest.mark.parametrize("by_caller", [False, True])
+@given(
+    total=st.integers(0, 12),
+    sizes=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    parts=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_piece_that_takes_long_comes_in_parts(by_caller, total, sizes, parts):
+    most = itertools.cycle(parts)
+
+    def pull(pairs, n, closed):
+        return pull_batches(pairs, min(n, next(most)), closed)
+
+    with Prefetcher(iter(range(total)), list, pull, by_caller) as ready:
+        for n in sizes:
+            ready.request(n)
+        got, expected = [], list(range(min(total, sum(sizes))))
+        while sum(map(len, got)) < len(expected):
+            got.append(ready.get().batches)
+        if total < sum(sizes):
+            assert ready.get().size == 0
+    assert list(itertools.chain(*got)) == expected
+    assert {end for end in itertools.accumulate(sizes) if end <= total} <= set(itertools.accumulate(map(len, got)))
+
+
+def test_reading_for_a_piece_ends_after_a_time_but_not_without_a_batch(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(_prefetch, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    numbers = iter(range(9))
+    sizes = [len(pull_batches(numbers, 4, threading.Event(), secs)[0]) for secs in (2, 0, math.inf, math.inf)]
+    assert sizes == [2, 1, 4, 2]
 
 
 def test_make_is_called_in_the_thread_and_its_result_handed_over():
@@ -138,9 +171,6 @@ def test_batches_that_were_handed_over_are_not_kept():
         while any(ref() for ref in first.batches + second.batches) and time.monotonic() < until:
             time.sleep(0.001)
         assert not any(ref() for ref in first.batches + second.batches)
-
-
-# Failures.
 
 
 def broken_after_four():
@@ -176,29 +206,12 @@ def test_errors_of_make_are_raised_as_they_are(error):
 
     numbers = Counted()
     with Prefetcher(numbers, make) as ready:
-        got = pieces(ready, [2, 1, 1])
-        assert next(got).batches == [0, 1]
+        assert next(pieces(ready, [2, 1, 1])).batches == [0, 1]
         ready._thread.join(FOREVER)
         assert not ready._thread.is_alive() and numbers.taken == 3  # nothing is read after it
         with pytest.raises(type(error)) as caught:
             ready.get()
     assert caught.value is error
-
-
-def test_misuse_is_an_error():
-    with Prefetcher(iter(range(9)), list, ahead=2) as ready:
-        with pytest.raises(RuntimeError, match="`get` needs a `request` before it"):
-            ready.get()
-        with pytest.raises(ValueError, match="`request` must ask for at least 1 batch; got 0"):
-            ready.request(0)
-        ready.request(1)
-        ready.request(1)
-        with pytest.raises(RuntimeError, match="called for more than ahead=2 pieces. Take one by `get` first"):
-            ready.request(1)
-        assert ready.get().batches == [0]
-    for call in (lambda: ready.request(1), ready.get, lambda: ready.wait(0)):
-        with pytest.raises(RuntimeError, match="was called on a Prefetcher that is closed"):
-            call()
 
 
 # The end of the thread.
@@ -352,23 +365,6 @@ def test_an_error_of_an_input_in_memory_comes_after_all_batches_from_before(size
             for piece in pieces(ready, [*sizes, 1]):
                 taken += piece.batches
     assert taken == [0, 1, 2, 3]
-
-
-def test_what_is_requested_can_be_read_before_it_is_taken(monkeypatch):
-    monkeypatch.setattr(_prefetch, "_SECONDS_TO_HAND_OVER", FOREVER)
-    numbers = Counted(stop=3)
-    with Prefetcher(numbers, list, by_caller=True) as ready:
-        ready.read_on()
-        assert numbers.taken == 0
-        ready.request(2)
-        ready.request(2)
-        ready.read_on()
-        ready.read_on()
-        assert numbers.taken == 2 and ready.get().batches == [0, 1]
-        ready.read_on()
-        assert numbers.taken == 3 and ready.get().batches == [2]
-        ready.read_on()
-        assert ready.get().size == 0
 
 
 def test_only_inputs_that_cannot_block_are_in_memory():

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from jax.experimental import sparse
 from jax.experimental.sparse import BCOO, BCSR
 from testing.columns import to_sparse
+from testing.model_fns import minimizing, ones, predicting
 from testing.towers import assert_close, replicate
 
 import estimator as est
 from estimator.core._bcoo import pad_sparse
-from replicate import TowerOptimizer
+from replicate import TowerOptimizer, replicate_model_fn
 from replicate.towers._split_batch import split_rows, take_rows
 
 COLUMNS = 5
@@ -104,7 +105,7 @@ def assert_trained_as_dense(got_state, got):
     assert_close((got.loss, got.predictions), (want.loss, want.predictions))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("towers", "convert"), [(1, to_sparse), (2, to_sparse), (4, to_sparse), (8, to_sparse), (4, by_rows)]
 )
@@ -113,7 +114,7 @@ def test_sparse_training_equals_the_dense_run(towers, convert):
     assert_trained_as_dense(*model.train_loop(dense_run()[0], [batch(*size, convert=convert) for size in SIZES]))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_single_sparse_steps_equal_the_dense_run():
     model = est.transform(replicate(Linear(), 4))
     state, specs = dense_run()[0], []
@@ -123,7 +124,7 @@ def test_single_sparse_steps_equal_the_dense_run():
     assert_trained_as_dense(state, jax.tree.map(lambda *x: np.stack(x), *specs))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("towers", "rows", "convert"), [(1, 7, to_sparse), (2, 7, by_rows), (4, 7, to_sparse), (8, 8, to_sparse)]
 )
@@ -186,7 +187,7 @@ def some_rows(x):
     return split_rows(x, 4), take_rows(x, 3, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @settings(max_examples=30, deadline=None)
 @given(sparse_arrays())
 def test_rows_of_a_sparse_array_match_the_dense_one(x):
@@ -199,6 +200,7 @@ def test_rows_of_a_sparse_array_match_the_dense_one(x):
     np.testing.assert_allclose(to_dense(taken), dense[3:], rtol=1e-6)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("n_batch", "n_dense"), [(1, 1), (2, 0)])
 def test_rows_that_are_a_batch_dimension_are_cut_like_dense_ones(n_batch, n_dense):
     @jax.jit
@@ -217,14 +219,14 @@ def test_rows_that_are_a_batch_dimension_are_cut_like_dense_ones(n_batch, n_dens
     np.testing.assert_array_equal(taken, dense[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_one_set_of_indices_may_serve_all_rows():
     x = BCOO((np.ones((4, 1), np.float32), np.array([[[1]]])), shape=(4, 3))
     assert split_rows(x, 2).indices.shape == (2, 2, 1, 1)
     np.testing.assert_array_equal(take_rows(x, 1, 2).todense(), x.todense()[1:3])
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize(("entries", "bucket"), [(0, 1), (1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16)])
 @pytest.mark.parametrize("backed", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 def test_entries_are_padded_to_a_power_of_two(entries, bucket, backed):
@@ -273,7 +275,7 @@ def test_one_program_serves_all_counts_of_a_bucket(towers, backed, compilations)
     assert model_fn.traces == traces
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_a_model_that_began_with_dense_batches_pads_the_sparse_ones():
     model_fn = Linear()
     model = est.transform(model_fn)
@@ -317,14 +319,14 @@ def test_an_estimator_compiles_once_while_the_count_stays_in_its_bucket(tmp_path
         estimator.evaluate(lambda: batches)
         list(estimator.predict(lambda: batches))
 
-    first, second = ([batch(8, n) for n in counts] for counts in ((12, 12, 12), (9, 16, 10, 13, 11)))
+    first, second = ([batch(8, n) for n in counts] for counts in ((12, 16, 12), (9, 16, 10, 13, 11)))
     run(first)
     before = model_fn.traces, len(compilations)
     run(second)
     assert (model_fn.traces, len(compilations)) == before
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_programs_of_several_steps_serve_batches_of_unlike_buckets(tmp_path):
     model_fn = Linear()
     config = est.RunConfig(steps_per_loop=2)
@@ -346,9 +348,7 @@ def test_programs_of_several_steps_serve_batches_of_unlike_buckets(tmp_path):
 
 
 def test_a_sparse_array_alone_is_one_batch(tmp_path):
-    def model_fn(features, mode):
-        return est.EstimatorSpec(mode, predictions=features @ est.get_variable("w", (COLUMNS, 1)))
-
+    model_fn = predicting(lambda x: x @ est.get_variable("w", (COLUMNS, 1)))
     estimator = est.Estimator(model_fn, tmp_path)
     x = to_sparse(words(6, 4))
     predictions = np.stack(list(estimator.predict(lambda: x)))
@@ -406,30 +406,24 @@ def test_stacked_batches_need_their_steps_as_a_batch_dimension():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [0, 1, 2])
+@pytest.mark.parametrize("devices", [None, ["cpu:0"], ["cpu:0", "cpu:1"], ["cpu:0", "cpu:0"]])
 @pytest.mark.parametrize(("rows", "columns", "entries"), [(2, 1, 1), (2, 1, 2), (4, 3, 1), (6, 1, 5), (2, 2, 0)])
-def test_the_smallest_batches_have_the_layouts_that_the_docs_name(rows, columns, entries, towers):
+def test_the_smallest_batches_have_the_layouts_that_the_docs_name(rows, columns, entries, devices):
     dense = np.zeros((rows, columns), np.float32)
     dense.flat[:entries] = 1 + np.arange(entries)
 
-    def model_fn(features, labels, mode):
-        y = features @ est.get_variable("w", (columns, 1), initializer=jax.nn.initializers.ones)
-        loss = est.losses.mean_squared_error(labels, y)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
-
+    model_fn = minimizing(lambda x, y: est.losses.mean_squared_error(y, x @ ones("w", (columns, 1))))
     labels = np.ones((rows, 1), np.float32)
     state = est.transform(model_fn).init(KEY, dense, labels)
     by_rows = BCOO.fromdense(dense).update_layout(n_batch=1, on_inefficient=None)
     for x in (BCOO.fromdense(dense), BCOO.fromdense(dense, n_batch=1), by_rows):
-        model = est.transform(replicate(model_fn, towers))
+        model = est.transform(model_fn if devices is None else replicate_model_fn(model_fn, devices=devices))
         loss = float(model.train_step(state, x, labels)[1].loss)
         assert loss == pytest.approx(np.mean((dense.sum(1) - 1) ** 2), rel=1e-5)
 
 
 def test_sparse_predictions_are_refused():
-    def model_fn(features, mode):
-        return est.EstimatorSpec(mode, predictions={"words": features})
-
+    model_fn = predicting(lambda x: {"words": x})
     with pytest.raises(TypeError, match=r"predictions\['words'\] must be an array, given: .*BCOO"):
         est.transform(replicate(model_fn, 2)).init(KEY, SPARSE, mode="infer")
 

@@ -10,7 +10,7 @@ import estimator as est
 pytest.importorskip("mlflow")
 pytest.importorskip("sqlalchemy")
 
-from integrations.test_trackers import kill  # noqa: E402
+from integrations.test_trackers import kill, train_with_odd_names  # noqa: E402
 
 
 @pytest.mark.slow
@@ -47,3 +47,31 @@ def test_a_killed_run_resumes_its_mlflow_run_with_evaluations_within(tmp_path, m
     with pytest.raises(RuntimeError):
         estimator.train(lambda: [(X * np.nan, X[:, :1])] * 3, hooks=[Fails(161)])
     assert client.get_run(run.info.run_id).info.status == "FAILED"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_names_and_values_of_any_kind_are_in_the_mlflow_run_which_is_nested_in_a_run_of_the_user(
+    tmp_path, monkeypatch, caplog
+):
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setattr(mlflow, "get_tracking_uri", lambda: uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with mlflow.start_run() as mine:
+        train_with_odd_names(tmp_path / "model", est.trackers.MLflowTracker(tracking_uri=uri))
+    client = mlflow.MlflowClient(uri)
+    found = {run.info.run_id: run for run in client.search_runs(["0"])}
+    assert found.pop(mine.info.run_id).data.metrics == {}
+    (run,) = found.values()
+    assert run.data.tags["mlflow.parentRunId"] == mine.info.run_id
+    names = ["accuracy_5", "größe _", "a/_/b", "_/_/up", "_", "a__b", "say _x__ y", "back_slash", "x_", "x__"]
+    assert {*names, *(f"eval/{name}" for name in names), "loss", "eval/loss", "h_1/mean"} <= run.data.metrics.keys()
+    assert len([name for name in run.data.metrics if "longlong" in name]) == 2
+    assert {each.step for each in client.get_metric_history(run.info.run_id, "loss")} == {1, 2}
+    assert run.data.params["params/lr_0"] == "0.1" and len(run.data.params["params/text"]) == 6000
+    messages = [each.getMessage() for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
+    assert not [text for text in messages if "keeps the first value" in text or "failed" in text or "lacks" in text]
+    assert "MLflow takes no 'accuracy@5' as a name: there it is 'accuracy_5'." in messages

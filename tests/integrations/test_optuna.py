@@ -93,6 +93,6 @@ def test_a_metric_that_no_evaluation_has_is_an_error(tmp_path):
 
 def test_without_optuna_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    want = r"`est.OptunaPruningHook` needs optuna. Install it: pip install 'replicate-model-fn\[optuna\]'"
+    want = r"`est.OptunaPruningHook` needs the package optuna. Install it in your clone: pip install -e '\.\[optuna\]'"
     with pytest.raises(ImportError, match=want):
         est.OptunaPruningHook(None, "loss")

@@ -1,7 +1,9 @@
 """Weights of other libraries: a small encoder in the layout of Hugging Face's BERT, in files of its formats."""
 
-import builtins
+import functools
 import re
+import sys
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -169,8 +171,7 @@ def test_exported_variables_are_the_file_that_they_began_with(tmp_path):
     kernel = trained.get_variable_value("bert/encoder/layer/0/attention/self/query/kernel")
     np.testing.assert_array_equal(out[query], kernel.T)
     assert (out[query] != BERT[query]).any()
-    again = warm(tmp_path / "out.safetensors")
-    np.testing.assert_array_equal(predict(again), predict(trained))
+    np.testing.assert_array_equal(predict(warm(tmp_path / "out.safetensors")), predict(trained))
     est.export_variables(tmp_path / "all.safetensors", tmp_path / "model", {"classifier/bias": "b"})
     assert set(numpy.load_file(tmp_path / "all.safetensors")) == {
         name for name in trained.get_variable_names() if name not in ("global_step", "classifier/bias")
@@ -187,6 +188,64 @@ def test_dtypes_and_transposes_of_any_axes_are_exported(tmp_path):
     out = numpy.load_file(tmp_path / "b.safetensors")
     np.testing.assert_array_equal(out["conv.weight"], kernel)
     assert out["half"].dtype == jnp.bfloat16 and out["n"].dtype == np.int64
+
+
+DTYPES = ["bool", "complex64", "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"]
+DTYPES += [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32)]
+KINDS_OF_ARRAYS = {f"{dtype}/{len(shape)}": (dtype, shape) for dtype in DTYPES for shape in ((), (1,), (2, 3))}
+
+
+def values_of(dtype, shape):
+    return (np.arange(np.prod(shape, dtype=int)) % 2 + 1).astype(jnp.dtype(dtype)).reshape(shape)
+
+
+@pytest.mark.slow
+def test_every_shape_and_dtype_is_in_each_file_what_it_was_in_the_model(tmp_path):
+    pytest.importorskip("safetensors")
+
+    def all_fn(features, labels, mode):
+        start = mode == est.ModeKeys.TRAIN and not warm_started
+        for name, kind in KINDS_OF_ARRAYS.items():
+            est.get_variable(name, initializer=values_of(*kind) if start else np.zeros_like(values_of(*kind)))
+        return est.EstimatorSpec(mode, predictions=features, loss=jnp.zeros(()), train_op=est.group())
+
+    warm_started, x = False, np.ones((1, 1), np.float32)
+    first = est.Estimator(all_fn, tmp_path / "first").train(lambda: [x])
+    export = first.export_model(tmp_path / "export", x)
+    file = tmp_path / "file.safetensors"
+    est.export_variables(file, tmp_path / "first")
+    warm_started = True
+    settings = est.WarmStartSettings(str(file), [".*/"])
+    est.Estimator(all_fn, tmp_path / "second", warm_start_from=settings).train(lambda: [x])
+    est.export_variables(tmp_path / "again.safetensors", tmp_path / "second")
+    assert (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
+    for path in (tmp_path / "first", export, file, tmp_path / "second"):
+        assert dict(est.list_variables(path)).items() >= {n: [*s] for n, (_, s) in KINDS_OF_ARRAYS.items()}.items()
+        for name, (dtype, shape) in KINDS_OF_ARRAYS.items():
+            got = est.load_variable(path, name)
+            assert got.dtype == jnp.dtype(dtype) and got.shape == shape, (path, name)
+            np.testing.assert_array_equal(got, values_of(dtype, shape), err_msg=f"{path} {name}")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e5m2fnuz", "float8_e8m0fnu", "int64", "float64"])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_tensors_of_every_shape_and_dtype_are_read(tmp_path, dtype, shape):
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.ones(shape).to(getattr(torch, dtype))}, tmp_path / "w.pt")
+    got = est.load_variable(tmp_path / "w.pt", "w")
+    assert got.dtype == jnp.dtype(dtype) and got.shape == shape and (got.astype(complex) == 1).all()
+
+
+def test_dtypes_that_a_format_lacks_are_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    np.savez(tmp_path / "a.npz", half=np.ones(2, jnp.bfloat16), whole=np.ones(()), text=np.array("a"))
+    assert est.load_variable(tmp_path / "a.npz", "whole").shape == ()
+    with pytest.raises(ValueError, match=r"cannot read \['half'\] in '.*a.npz': numpy .*as float32, or in"):
+        est.load_variable(tmp_path / "a.npz", "half")
+    with pytest.raises(
+        ValueError, match=r"'text' is of dtype <U1, which a .safetensors file lacks. .*`vars_to_export`"
+    ):
+        est.export_variables(tmp_path / "b.safetensors", tmp_path / "a.npz", None, "text")
 
 
 @pytest.mark.parametrize(
@@ -213,8 +272,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path, path, names, pattern, mess
 
 
 def test_a_pickle_of_objects_is_refused(tmp_path):
-    torch = pytest.importorskip("torch")
-    torch.save({"w": re.compile("a")}, tmp_path / "model.pt")
+    pytest.importorskip("torch").save({"w": re.compile("a")}, tmp_path / "model.pt")
     message = r"cannot read '.*model.pt' as weights of PyTorch: UnpicklingError: .*Write it by `torch.save\(model.state"
     with pytest.raises(ValueError, match=message):
         est.list_variables(tmp_path / "model.pt")
@@ -229,14 +287,47 @@ def test_a_pickle_of_objects_is_refused(tmp_path):
 )
 def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch, package, call):
     (tmp_path / "model.pt").touch()
-    real = builtins.__import__
-
-    def without(name, *args):
-        if name.partition(".")[0] == package:
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=rf"pip install 'replicate-model-fn\[{package}\]'") as info:
+    for name in [package, *(each for each in sys.modules if each.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"pip install -e '\.\[{package}\]'") as info:
         call(tmp_path)
     assert isinstance(info.value.__cause__, ModuleNotFoundError)
+
+
+def nested(torch):
+    """A dict that holds the one before twice, so that a few hundred bytes stand for a billion tensors."""
+    return functools.reduce(lambda inner, _: {"a": inner, "b": inner}, range(30), {"w": torch.zeros(1)})
+
+
+HOSTILE = {
+    "again and again": (nested, "it has more than 1000 values"),
+    "itself": (lambda torch: (each := {}, each.update(a=each))[0], "maximum recursion depth exceeded"),
+    "sparse": (lambda torch: {"w": torch.eye(3).to_sparse()}, "its tensor 'w' is sparse, or has no values"),
+    "no values": (lambda torch: {"w": torch.empty(10**12, device="meta")}, "its tensor 'w' is sparse, or has no"),
+    "compressed": (lambda torch: {"w": torch.zeros(10**6)}, "it is compressed"),
+}
+
+
+@pytest.mark.parametrize("make, message", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_torch_file_is_an_error_that_names_it(tmp_path, monkeypatch, make, message):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("estimator.storage._torch_file._MOST_VALUES", 1000)
+    path = tmp_path / "a.pt"
+    torch.save(make(torch), path)
+    if message == "it is compressed":
+        with zipfile.ZipFile(path) as file:
+            members = {member.filename: file.read(member) for member in file.infolist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, contents in members.items():
+                file.writestr(name, contents)
+    with pytest.raises(
+        ValueError, match=rf"`est.list_variables` cannot read '{path}' as weights of PyTorch: .*{message}"
+    ):
+        est.list_variables(path)
+
+
+def test_a_tensor_that_repeats_its_bytes_is_listed_without_them(tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.zeros(1).expand(10**13), "b": torch.ones(2)}, tmp_path / "a.pt")
+    assert est.list_variables(tmp_path / "a.pt") == [("b", [2]), ("w", [10**13])]
+    assert est.load_variable(tmp_path / "a.pt", "b").tolist() == [1, 1]

@@ -1,21 +1,29 @@
 """Trackers get what TensorBoard gets: the interface, by the one that needs no other package."""
 
 import csv
+import dataclasses
+import errno
 import json
 import os
 import pathlib
+import pkgutil
+import re
+import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 from testing.estimators import X, Y, endless, make, times
+from testing.hooks import When
 from testing.summaries import KILLED, read, showing
 
 import estimator as est
+from estimator.summary._trackers import Run
 
 ROOT = str(pathlib.Path(__file__).parents[2])
 
@@ -62,7 +70,8 @@ class Memory:
 
 def test_a_tracker_gets_what_the_event_file_gets_and_the_settings(tmp_path):
     memory = Memory()
-    params = {"rate": 0.5, "layers": [1, 2], "inner": {"f": len}}
+    params = {"rate": 0.5, "layers": [1, 2], "inner": {"f": len, "num_tokens": 3}}
+    params |= {"db_password": "a", "stores": [{"API_KEY": "b", "url": "s3://c"}], "inner2": {"auth-token": b"d"}}
     estimator = make(tmp_path, with_params, params, save_summary_steps=5, trackers=[memory])
     estimator.train(endless, steps=11)
     results = estimator.evaluate(times(1), name="test")
@@ -74,7 +83,10 @@ def test_a_tracker_gets_what_the_event_file_gets_and_the_settings(tmp_path):
     settings = training.settings
     assert settings["config/save_summary_steps"] == 5 and "config/trackers" not in settings
     assert (settings["params/rate"], settings["params/layers"]) == (0.5, [1, 2])
-    assert settings["params/inner/f"] == "<built-in function len>"
+    assert (settings["params/inner/f"], settings["params/inner/num_tokens"]) == ("<built-in function len>", 3)
+    hidden = {"params/db_password", "params/stores/0/API_KEY", "params/inner2/auth-token"}
+    assert {name for name, value in settings.items() if value == "***"} == hidden
+    assert settings["params/stores/0/url"] == "s3://c"
     of_training = {step: values for name, step, values in memory.values if not name and step}
     assert {step: values["loss"] for step, values in of_training.items()} == read(tmp_path)
     values = of_training[1]
@@ -94,7 +106,95 @@ def test_an_error_of_a_tracker_ends_no_run_and_is_in_the_log(tmp_path, caplog):
     assert [step for _, step, values in other.values if values != "flush"] == [1, 2, 3, 4]
     assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [
         "Memory.write failed: ConnectionError('no network at step 2'). The run continues, and tries again.",
-        "Memory lacks values of the run: 2 of its calls failed, the last: ConnectionError('no network at step 3').",
+        "Memory may lack values of the run, of the steps [2, 3]: ConnectionError('no network at step 3').",
+    ]
+
+
+def steps_in_mlflow(directory):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{directory}/m.db")
+    (run,) = client.search_runs(["0"])
+    return [each.step for each in client.get_metric_history(run.info.run_id, "loss")]
+
+
+def steps_in_wandb(directory):
+    from integrations.test_wandb import files, history
+
+    (path,) = files(directory, (directory / "run_id.txt").read_text())
+    return [row["global_step"] for row in history(path) if "loss" in row]
+
+
+AWAY = {  # a tracker, what fails while its disk is full or its server away, and the steps that it has
+    "memory": ("Memory()", "integrations.test_trackers.Memory._Writer.write", None),
+    "csv": ("est.trackers.CsvTracker()", "estimator.integrations._csv._CsvWriter._append", losses),
+    "wandb": ("est.trackers.WandbTracker(mode='offline')", "wandb.sdk.wandb_run.Run.log", steps_in_wandb),
+    "mlflow": (
+        "est.trackers.MLflowTracker(tracking_uri=f'sqlite:///{tmp_path}/m.db')",
+        "mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore.log_batch",
+        steps_in_mlflow,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")  # in MLflow's own code
+@pytest.mark.parametrize("kind", AWAY)
+def test_a_tracker_that_cannot_write_for_a_while_ends_no_run_and_has_all_rows_at_its_end(
+    tmp_path, monkeypatch, caplog, kind
+):
+    new, place, steps = AWAY[kind]
+    if kind != "memory":
+        pytest.importorskip(place.partition(".")[0])
+    write, away = pkgutil.resolve_name(place.rpartition(".")[0]), []
+    original, tracker = getattr(write, place.rpartition(".")[2]), eval(new, globals() | {"tmp_path": tmp_path})
+
+    def fail(*args, **kwargs):
+        if away:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(write, original.__name__, fail)
+    estimator = make(tmp_path, save_summary_steps=1, trackers=[tracker])
+    hooks = [When(3, after_run=lambda _: away.append(1)), When(6, after_run=lambda _: away.clear())]
+    estimator.train(endless, hooks=[*hooks, est.InMemoryEvaluatorHook(estimator, times(1), every_n_iter=2)], steps=8)
+    written = [step for name, step, values in tracker.values if step and not name] if steps is None else steps(tmp_path)
+    assert list(written) == list(range(1, 9))
+    errors = [each.getMessage() for each in caplog.records if (each.name, each.levelname) == ("absl", "ERROR")]
+    # The evaluation of step 4 has ended while nothing could be written, and says so.
+    lacking = [each for each in errors if "The run continues, and tries again." not in each]
+    assert all(re.search(r"may lack values of the run(, of the steps \[4\])?: ", each) for each in lacking)
+    assert len(lacking) <= 1
+
+
+def test_an_evaluation_without_a_tracker_that_cannot_open_ends_no_training(tmp_path, caplog):
+    class Fills(Memory):
+        def open(self, run):
+            if run.name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().open(run)
+
+    estimator = make(tmp_path, trackers=[Fills(), Memory()])
+    metrics, _ = est.train_and_evaluate(estimator, est.TrainSpec(endless, max_steps=4), est.EvalSpec(times(1)), 2)
+    assert metrics["global_step"] == 4 and list(est.read_eval_metrics(estimator.eval_dir())) == [2, 4]
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [
+        "Fills.open failed: OSError(28, 'No space left on device'). eval continues without it."
+    ] * 2
+
+
+def test_an_evaluation_of_a_folder_that_cannot_be_written_is_tracked_too(tmp_path, monkeypatch, caplog):
+    def refuse(path, contents):
+        raise OSError(errno.EROFS, "Read-only file system", path)
+
+    memory = Memory()
+    estimator = make(tmp_path, trackers=[memory])
+    make(tmp_path).train(endless, max_steps=2)
+    monkeypatch.setattr("estimator.summary._trackers.write", refuse)
+    assert estimator.evaluate(times(1))["global_step"] == 2 and len(memory.runs[0].id) == 32
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [
+        f"The id of the run cannot be written ([Errno 30] Read-only file system: '{tmp_path}/run_id.txt'). Trackers "
+        "see another run at the next start."
     ]
 
 
@@ -127,8 +227,40 @@ def test_a_csv_file_has_the_numbers_the_histograms_and_the_images(tmp_path):
     np.testing.assert_array_equal(image, np.round(X[1:2] / 20 * 255))
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["params/rate"] == 0.5 and settings["config/seed"] == 0 and len(settings["id"]) == 32
-    results = estimator.evaluate(times(1))
-    assert (21, "label", results["label"]) in rows(estimator.eval_dir())
+    assert (21, "label", estimator.evaluate(times(1))["label"]) in rows(estimator.eval_dir())
+
+
+ODD = ["accuracy@5", "größe %", "a//b", "/../up", ".", "a\r\nb", 'say "x", y', "back\\slash", "long" * 100, "x#", "x$"]
+PARAMS = {"lr@0": 0.1, "text": "x" * 9000, "": None, "a/../b": [np.float32(1)], "inf": float("inf"), "ü" * 300: "\n"}
+
+
+def odd_model_fn(features, labels, mode, params):
+    """Reports a number, a histogram and an image under each odd name, and evaluates it."""
+    for name in ODD:
+        est.summary.scalar(name, features.mean())
+    est.summary.histogram("h@1", features)
+    est.summary.image("../i@1", features.reshape(-1, 1, 2, 1) / 20, 1)
+    spec = showing(features, labels, mode)
+    return dataclasses.replace(spec, eval_metric_ops={name: est.metrics.mean(labels) for name in ODD})
+
+
+def train_with_odd_names(model_dir, tracker):
+    """Trains two steps in two runs, each with an evaluation within."""
+    for steps in (1, 2):
+        estimator = make(model_dir, odd_model_fn, PARAMS, save_summary_steps=1, trackers=[tracker])
+        hook = est.InMemoryEvaluatorHook(estimator, times(1), every_n_iter=1)
+        estimator.train(endless, max_steps=steps, hooks=[hook])
+    return estimator
+
+
+def test_a_csv_file_has_numbers_of_any_name_and_all_files_are_in_its_folder(tmp_path, caplog):
+    estimator = train_with_odd_names(tmp_path / "in" / "model", est.trackers.CsvTracker())
+    assert [path.name for path in tmp_path.iterdir()] == ["in"] and os.listdir(tmp_path / "in") == ["model"]
+    found = [(step, tag) for step, tag, _ in rows(estimator.model_dir)]
+    assert all(found.count((step, name)) == 1 for step in (1, 2) for name in ODD)
+    assert {name for _, name, _ in rows(estimator.eval_dir())} >= {*ODD}
+    assert (tmp_path / "in" / "model" / "images" / "_" / "i@1" / "2_0.png").exists()
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 def test_an_evaluation_that_is_repeated_is_in_the_csv_file_once(tmp_path):
@@ -142,10 +274,56 @@ def test_an_evaluation_that_is_repeated_is_in_the_csv_file_once(tmp_path):
     assert len(rows(estimator.eval_dir())) == 4
 
 
+def open_csv(directory, first, last):
+    return est.trackers.CsvTracker().open(Run("id", str(directory), "eval", first, last, {}))
+
+
+def test_evaluations_at_once_lose_no_lines_of_a_csv_file(tmp_path):
+    def evaluate(first):
+        for step in [*range(first, 40, 4)] * 2:  # the second time the lines of the first are removed
+            writer = open_csv(tmp_path, step, step)
+            writer.write(step, 0.0, {"loss": step, "accuracy": 1.0})
+            writer.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(evaluate, range(4)))
+    assert sorted(rows(tmp_path / "eval")) == [
+        (n, tag, x) for n in range(40) for tag, x in (("accuracy", 1), ("loss", n))
+    ]
+    assert sorted(os.listdir(tmp_path / "eval")) == ["metrics.csv", "settings.json"]
+
+
+def test_a_csv_file_on_a_full_disk_has_no_torn_lines(tmp_path):
+    writer, limits = open_csv(tmp_path, 1, 9), resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer.write(1, 0.0, {"loss": 1.0})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(tmp_path / "eval" / "metrics.csv") + 5, limits[1]))
+        with pytest.raises(OSError):
+            writer.write(2, 0.0, {"loss": 2.0})
+        assert losses(tmp_path / "eval") == {1: 1.0}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.write(2, 0.0, {"loss": 2.0})  # as it is called again with what it has not taken
+    assert losses(tmp_path / "eval") == {1: 1.0, 2: 2.0}
+
+
+def test_damaged_lines_of_a_csv_file_are_removed_and_said(tmp_path, caplog):
+    writer = open_csv(tmp_path, 1, 9)
+    writer.write(1, 0.0, {"loss": 1.0})
+    with open(tmp_path / "eval" / "metrics.csv", "ab") as file:
+        file.write(b"\xff\xfe,1\r\nx,0.0,loss,2.0\r\n")
+    open_csv(tmp_path, 2, 9).close()
+    assert losses(tmp_path / "eval") == {1: 1.0}
+    assert [each.getMessage() for each in caplog.records] == [
+        f"{tmp_path}/eval/metrics.csv is damaged: 2 of its lines are removed."
+    ]
+
+
 def kill(model_dir, tracker):
     """Trains until a kill at step 150, after a checkpoint at 100."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([ROOT, f"{ROOT}/tests"])}
     command = [sys.executable, "-c", KILLED, str(model_dir), tracker]
+    environment.pop("WANDB_SERVICE", None)  # of this process, which would hold the run after the kill
     process = subprocess.run(command, env=environment, capture_output=True)
     assert process.returncode == -signal.SIGKILL, process.stderr
     return (model_dir / "run_id.txt").read_text()
@@ -184,6 +362,6 @@ def test_a_histogram_in_bins_has_all_values(values):
 @pytest.mark.parametrize("library, name", [("wandb", "WandbTracker"), ("mlflow", "MLflowTracker")])
 def test_without_its_library_a_tracker_says_what_to_install(monkeypatch, library, name):
     monkeypatch.setitem(sys.modules, library, None)
-    want = rf"`est.trackers.{name}` needs {library}. Install it: pip install 'replicate-model-fn\[{library}\]'"
+    want = rf"`est.trackers.{name}` needs the package {library}. Install it in .*: pip install -e '\.\[{library}\]'"
     with pytest.raises(ImportError, match=want):
         getattr(est.trackers, name)()

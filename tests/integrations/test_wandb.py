@@ -12,7 +12,7 @@ import estimator as est
 
 wandb = pytest.importorskip("wandb")
 
-from integrations.test_trackers import kill  # noqa: E402
+from integrations.test_trackers import ODD, kill, train_with_odd_names  # noqa: E402
 
 SETTINGS = "project='digits', mode='offline'"
 TRACKER = f"est.trackers.WandbTracker({SETTINGS})"
@@ -44,7 +44,8 @@ def history(path):
 
 
 def files(model_dir, id):
-    return sorted(model_dir.glob(f"wandb/offline-run-*-{id}/run-{id}.wandb"))
+    """The files of a run: wandb numbers the folders of one id in one second."""
+    return sorted(model_dir.glob(f"wandb/offline-run-*-{id}*/run-{id}.wandb"))
 
 
 @pytest.mark.slow
@@ -81,3 +82,14 @@ def test_histograms_with_many_buckets_are_taken(tmp_path):
     values = np.concatenate([-np.geomspace(1e-6, 1e6, 2000), np.geomspace(1e-6, 1e6, 2000)]).astype(np.float32)
     counts, edges = est.trackers.Histogram.of(values).rebin(64)
     assert wandb.Histogram(np_histogram=(counts, edges)).histogram == counts.tolist()
+
+
+@pytest.mark.slow
+def test_names_and_values_of_any_kind_are_in_the_wandb_run(tmp_path, caplog):
+    train_with_odd_names(tmp_path, eval(TRACKER))
+    id = (tmp_path / "run_id.txt").read_text()
+    logged = [row for path in files(tmp_path, id) for row in history(path)]
+    for name in ODD:
+        assert [row["global_step"] for row in logged if name in row] == [1, 2]
+        assert {row["global_step"] for row in logged if f"eval/{name}" in row} == {0, 1, 2}
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import make
+from testing.model_fns import predicting
 from testing.towers import assert_close, regression, replicate
 
 import estimator as est
@@ -317,8 +318,7 @@ def test_calls_share_the_variables_and_later_ones_see_what_earlier_ones_assigned
 
     x, y = regression(ROWS)
     model = est.transform(model_fn_of(forward, lambda: optax.sgd(1.0)))
-    before = started(model)
-    state, _ = model.train_step(before, x[0], y[0])
+    state, _ = model.train_step(started(model), x[0], y[0])
     mean = x[0].mean(0)
     np.testing.assert_allclose(state.variables["net/batch_stats"]["mean"], 0.75 * mean + 0.5, rtol=1e-5, atol=1e-6)
 
@@ -407,10 +407,7 @@ def test_streams_of_other_names_get_keys_of_their_own():
         def __call__(self, x):
             return jnp.stack([jax.random.normal(self.make_rng(s), x.shape[:1]) for s in ("dropout", "noise")], -1)
 
-    def model_fn(features, labels, mode):
-        net = est.flax_module(Noise(), "net", rngs=("dropout", "noise"))
-        return est.EstimatorSpec(mode, predictions=net(features))
-
+    model_fn = predicting(lambda x: est.flax_module(Noise(), "net", rngs=("dropout", "noise"))(x))
     model = est.transform(model_fn)
     x = jnp.ones((4, 1))
     noise = model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions

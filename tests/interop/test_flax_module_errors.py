@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from testing.model_fns import minimizing
 from testing.refused import rows
 from testing.towers import replicate
 
@@ -251,9 +252,7 @@ def test_a_first_call_in_a_function_that_jax_traces_apart(module):
 
 
 @pytest.mark.parametrize(
-    "module",
-    [nn.BatchNorm(use_running_average=False), lambda rngs: nnx.BatchNorm(3, rngs=rngs)],
-    ids=["linen", "nnx"],
+    "module", [nn.BatchNorm(use_running_average=False), lambda rngs: nnx.BatchNorm(3, rngs=rngs)], ids=["linen", "nnx"]
 )
 def test_statistics_changed_in_a_function_that_jax_traces_apart(module):
     def build(x, mode):
@@ -263,6 +262,61 @@ def test_statistics_changed_in_a_function_that_jax_traces_apart(module):
     with refused(ValueError, "The module 'net' changes its collection 'batch_stats' within a function that jax traces"):
         model = model_of(build)
         model.train_step(model.init(jax.random.key(0), X), X)
+
+
+class Two(nn.Module):
+    """Calls another method of itself, twice."""
+
+    def setup(self):
+        self.part = nn.Dense(2)
+
+    def __call__(self, x):
+        return self.encode(x) + self.encode(2 * x)
+
+    def encode(self, x):
+        return self.part(x)
+
+
+TWO, KEY = Two(), jax.random.key(0)
+NNX_MODEL = linear(nnx.Rngs(0))
+
+
+def initial(x, key=0):
+    return DENSE.init(jax.random.key(key), x)
+
+
+MAKES = {
+    "init within": (lambda x: DENSE.apply(initial(x), x), True),
+    "init within, of a part": (lambda x: DENSE.apply({"params": dict(initial(x)["params"])}, x), True),
+    "a variable from a function": (lambda x: DENSE.apply(est.get_variable("net", lambda key: initial(x)), x), False),
+    "a variable from a value": (lambda x: DENSE.apply(est.get_variable("net", None, None, initial(x)), x), False),
+    "only shapes": (lambda x: (jax.eval_shape(TWO.init, KEY, x), est.flax_module(TWO, "net")(x))[1], False),
+}
+
+
+@pytest.mark.parametrize("towers", [0, 2])
+@pytest.mark.parametrize("case", MAKES)
+def test_weights_that_an_init_in_the_model_fn_makes_are_named(messages, case, towers):
+    forward, is_named = MAKES[case]
+    model_fn = minimizing(lambda x, y: est.losses.mean_squared_error(y, forward(est.layers.dense(x, 3))))
+    model = est.transform(replicate(model_fn, towers))
+    state = model.init(jax.random.key(0), X, X[:, :2])
+    for _ in range(2):
+        with jax.checking_leaks():
+            model.train_step(state, X, X[:, :2])
+    assert [message for message in messages() if "init" in message] == is_named * [
+        "The model_fn calls `init` of the Flax modules ['Dense'] and computes with its weights: they are not "
+        "variables, no optimizer trains them, and no checkpoint has them. Write "
+        "`net = est.flax_module(net, 'net')`, and `net(x)` instead of `init` and `apply`."
+    ]
+
+
+@pytest.mark.parametrize("forward", [MAKES["init within"][0], NNX_MODEL], ids=["linen", "nnx"])
+def test_a_model_whose_only_weights_are_no_variables(forward):
+    model_fn = minimizing(lambda x, y: est.losses.mean_squared_error(y, forward(x)), est.Optimizer(optax.sgd(0.1)))
+    message = "`Optimizer.minimize` got no variables to optimize; create them", 'or `est.flax_module(net, "net")`. '
+    with refused(ValueError, *message):
+        est.transform(model_fn).init(jax.random.key(0), X, X[:, :2])
 
 
 @pytest.mark.covers("11 no hard dependency")

@@ -25,15 +25,20 @@ def make_mlp(key):
     return eqx.nn.MLP(in_size=3, out_size="scalar", width_size=4, depth=1, activation=jnp.tanh, key=key)
 
 
+def cast_as(weights, x):
+    """The inputs in the dtype of the weights, which is that of an `est.Policy`."""
+    return x.astype(jax.tree.leaves(weights)[0].dtype)
+
+
 def haiku_mlp(x):
     weights = est.get_variable("net", lambda key: MLP.init(key, x))
-    return MLP.apply(weights, est.make_rng(), x)
+    return MLP.apply(weights, est.make_rng(), cast_as(weights, x))
 
 
 def equinox_mlp(x):
     weights = est.get_variable("net", lambda key: eqx.filter(make_mlp(key), eqx.is_array))
     net = eqx.combine(weights, eqx.filter(make_mlp(jax.random.key(0)), eqx.is_array, inverse=True))
-    return jax.vmap(net)(x)
+    return jax.vmap(net)(cast_as(weights, x))
 
 
 def optimizer():
@@ -45,7 +50,7 @@ def model_fn_of(forward):
         output = forward(features)
         if mode == est.ModeKeys.PREDICT:
             return est.EstimatorSpec(mode, predictions={"output": output})
-        loss = jnp.mean((output - labels) ** 2)
+        loss = est.losses.mean_squared_error(labels, output)
         return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer).minimize(loss))
 
     return model_fn
@@ -94,6 +99,27 @@ def test_training_an_equinox_model_equals_a_hand_written_loop():
     losses, weights = by_hand(weights, lambda net, x: jax.vmap(eqx.combine(net, rest))(x), batches)
     assert_close(spec.loss, losses)
     assert_close(after.variables["net"], weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", [haiku_mlp, equinox_mlp])
+@pytest.mark.usefixtures("users_compiler")
+def test_a_policy_is_what_casts_by_hand_are(forward):
+    batches = regression(ROWS)
+    state, after, spec = trained(est.transform(est.Policy("bfloat16")(model_fn_of(forward))), batches)
+    _, rest = eqx.partition(make_mlp(jax.random.key(0)), eqx.is_array)
+
+    def apply(net, x):
+        net, x = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (net, x))
+        output = MLP.apply(net, None, x) if forward is haiku_mlp else jax.vmap(eqx.combine(net, rest))(x)
+        return output.astype(jnp.float32)
+
+    losses, weights = by_hand(state.variables["net"], apply, batches)
+    assert_close(spec.loss, losses)
+    assert_close(after.variables["net"], weights)
+    _, _, single = trained(est.transform(model_fn_of(forward)), batches)
+    assert (spec.loss != single.loss).all()
+    np.testing.assert_allclose(spec.loss, single.loss, rtol=0.05)
 
 
 @pytest.mark.slow

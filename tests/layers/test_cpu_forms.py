@@ -46,6 +46,7 @@ def test_the_values_and_the_gradient_of_equal_values_are_those_of_xla(spatial, s
     np.testing.assert_array_equal(*(jax.jit(jax.vjp(pool, x)[1])(cotangents)[0] for pool in (ours, theirs)))
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize("data_format", ["channels_first", "channels_last"])
 def test_one_dimension_is_pooled_as_two(data_format):
@@ -98,6 +99,7 @@ def assert_same_with_gradients(ours, theirs, *arguments, tolerance=1e-5):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, b)), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize("size, strides, dilation, padding", CONVOLUTIONS)
 def test_a_depthwise_convolution_has_the_numbers_and_gradients_of_xla(size, strides, dilation, padding):
@@ -108,6 +110,7 @@ def test_a_depthwise_convolution_has_the_numbers_and_gradients_of_xla(size, stri
     assert_same_with_gradients(ours, functools.partial(depthwise_by_xla, **window), x, kernel)
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize("filters, channels", [(1, 5), (4, 2)])  # the added form, the gathered one
 @pytest.mark.parametrize("size, strides, dilation, padding", CONVOLUTIONS)
@@ -121,6 +124,8 @@ def test_a_transposed_convolution_has_the_numbers_and_gradients_of_xla(
     assert_same_with_gradients(ours, functools.partial(transposed_by_xla, **window), x, kernel)
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("filters, channels", [(1, 5), (4, 2)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_transposed_convolution_rounds_half_precision_once(dtype, filters, channels):
@@ -132,6 +137,8 @@ def test_a_transposed_convolution_rounds_half_precision_once(dtype, filters, cha
     np.testing.assert_allclose(half.astype(jnp.float32), full, rtol=jnp.finfo(dtype).eps, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("data_format", ["channels_first", "channels_last"])
 @pytest.mark.parametrize("strides, dtype", [((1, 1), np.float32), ((2, 3), np.float32), ((2, 1), jnp.bfloat16)])
 def test_a_kernel_of_one_place_has_the_numbers_and_gradients_of_xla(strides, data_format, dtype):
@@ -148,6 +155,8 @@ def test_a_kernel_of_one_place_has_the_numbers_and_gradients_of_xla(strides, dat
     assert_same_with_gradients(geometry.convolve, theirs, x, kernel, tolerance=tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("shape", [(2, 3, 4), (2, 3, 5, 4), (0, 3, 4)])
 def test_a_product_of_many_dimensions_has_the_numbers_and_gradients_of_xla(shape):
     x, kernel = jax.random.normal(jax.random.key(0), shape), jax.random.normal(jax.random.key(1), (4, 6))
@@ -184,6 +193,8 @@ def upsampled(x):
     return _cpu_forms.convolve_transposed(x, jnp.ones((3, 2, 2, 1)), strides=(2, 2), padding="SAME")
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("ours", [pooled, upsampled])
 def test_batches_of_any_size_can_be_exported(ours):
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("batch, 7, 6, 3"), "float32")
@@ -192,6 +203,7 @@ def test_batches_of_any_size_can_be_exported(ours):
     np.testing.assert_allclose(exported.call(x), ours(x), rtol=1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize("ours, theirs", [(pooled, pooled_by_xla), (convolved, convolved_by_xla)])
 @pytest.mark.parametrize(
@@ -210,6 +222,7 @@ def test_all_transformations_work(derive, ours, theirs):
         np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         assert est.layers.max_pooling2d(images((4, 4), np.float64), 2, 2).dtype == jnp.float64

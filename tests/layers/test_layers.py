@@ -33,11 +33,12 @@ def applied(layer, x, mode="infer", state=None):
     return spec.predictions, state
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [
-        lambda x, **f: est.layers.conv2d(x, 4, (3, 2), padding="same", **f),
+        lambda x, **f: est.layers.conv2d(x, 4, np.array([3, 2]), padding="same", **f),
         lambda x, **f: est.layers.conv2d_transpose(x, 4, 3, 2, **f),
         lambda x, **f: est.layers.separable_conv2d(x, 4, 3, depth_multiplier=2, **f),
         lambda x, **f: est.layers.max_pooling2d(x, 2, (2, 1), "same", **f),
@@ -56,6 +57,8 @@ def test_channels_first_gives_the_same_numbers(layer, mode):
     np.testing.assert_allclose(jnp.moveaxis(got, 1, -1) if got.ndim == 4 else got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "layer",
     [
@@ -73,6 +76,8 @@ def test_channels_first_gives_the_same_numbers_in_one_dimension(layer):
     np.testing.assert_allclose(jnp.moveaxis(got, 1, -1) if got.ndim == 3 else got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "layer",
     [
@@ -93,8 +98,7 @@ def test_outputs_have_the_dtype_of_the_inputs(layer):
 
 def test_dense_compiles_to_the_operations_of_the_same_by_hand():
     def with_layers(features, labels, mode):
-        x = est.layers.dense(features, 8, jax.nn.relu)
-        return spec(est.layers.dense(x, 1), labels, mode)
+        return spec(est.layers.dense(est.layers.dense(features, 8, jax.nn.relu), 1), labels, mode)
 
     def by_hand(features, labels, mode):
         x = features
@@ -119,6 +123,7 @@ def test_dense_compiles_to_the_operations_of_the_same_by_hand():
     assert program(with_layers) == program(by_hand)
 
 
+@pytest.mark.slow
 def test_dropout_drops_in_training_alone_and_differs_by_call():
     def layer(x):
         return jnp.stack(
@@ -337,6 +342,8 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("error, layer, message", refused.rows(REFUSED))
 def test_wrong_arguments_are_errors(layer, error, message):
     with pytest.raises(error, match=message):

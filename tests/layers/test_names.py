@@ -50,8 +50,7 @@ def model_fn(features, labels, mode, params, seen):
 def test_names_are_the_same_in_every_run_of_the_model_fn(towers, params):
     seen = []
     model = functools.partial(model_fn, seen=seen)
-    replicated = replicate(model, towers)
-    model, state = started(replicated, X, Y, params=params)
+    model, state = started(replicate(model, towers), X, Y, params=params)
     model.train_step(state, X, Y)
     model.eval_step(state, X[:7], Y[:7])
     model.predict_step(state, X)
@@ -103,8 +102,7 @@ def test_recurrent_layers_share_variables_where_the_scope_reuses_them_as_in_tens
             second = call(reuse=True if reuses == "by the layer" else None)
         return est.EstimatorSpec("infer", predictions=jax.tree.map(lambda x, y: x - y, first, second))
 
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), X, mode="infer")
+    model, state = started(model_fn, X, mode="infer")
     assert len(state.variables) == variables
     assert not any(x.any() for x in jax.tree.leaves(model.predict_step(state, X).predictions))
 

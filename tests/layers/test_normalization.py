@@ -21,6 +21,8 @@ def by_hand(x):
     return (x - mean) / jnp.sqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "derive",
     [jax.jacrev, jax.jacfwd, lambda f: jax.jacfwd(jax.jacrev(f)), lambda f: jax.jacrev(jax.jacrev(jax.remat(f)))],

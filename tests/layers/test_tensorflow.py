@@ -55,13 +55,13 @@ def model_of(case):
     return model, est.State(variables, like.slots, np.int32(0), jax.random.key(0))
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in RECURRENT])
 def test_names_training_and_evaluation_match_tensorflow(name):
     case = CASES[name]
     model, state = model_of(case)
-    trainable = model.info(array(case["inputs"][0])).trainable
-    assert sorted(trainable) == sorted(case["trainable"])
+    assert sorted(model.info(array(case["inputs"][0])).trainable) == sorted(case["trainable"])
     before = jax.device_get(state.variables)
     for step, (x, loss) in enumerate(zip(case["inputs"], case["losses"], strict=True)):
         state, spec = model.train_step(state, array(x))
@@ -86,6 +86,7 @@ def output_fn(features, labels, mode, params):
     return est.EstimatorSpec(mode, predictions=apply(params["case"]["layers"], features))
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in RECURRENT])
 def test_gradients_match_tensorflow(name):
@@ -96,8 +97,7 @@ def test_gradients_match_tensorflow(name):
     def fn(features, labels, mode):
         """Its variables are trained by the input's name too, so that the gradient of the input is one of those."""
         x = est.get_variable("x", initializer=array(case["inputs"][0]))
-        output = apply(case["layers"], x)
-        loss = jnp.mean(output * array(case["loss_weights"]))
+        loss = jnp.mean(apply(case["layers"], x) * array(case["loss_weights"]))
         gradients = est.Optimizer(optax.sgd(1.0)).compute_gradients(loss)
         return est.EstimatorSpec(mode, {name: g for g, name in gradients}, loss, est.TrainOp())
 
@@ -110,6 +110,8 @@ def test_gradients_match_tensorflow(name):
         assert_close(value, case["gradients"][variable], variable)
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("name", RECURRENT)
 def test_sequences_match_tensorflow(name):
     case = CASES[name]

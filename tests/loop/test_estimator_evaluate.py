@@ -77,6 +77,7 @@ def test_without_checkpoint_initial_values_are_evaluated_with_a_warning(tmp_path
     )
 
 
+@pytest.mark.quick
 @pytest.mark.covers("1.4 checkpoint")
 def test_an_older_checkpoint_can_be_evaluated_and_predicted_with(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=2).train(endless, steps=4)
@@ -89,6 +90,7 @@ def test_an_older_checkpoint_can_be_evaluated_and_predicted_with(tmp_path):
     assert [row["y"] for row in initial] == [0, 0, 0, 0]
 
 
+@pytest.mark.quick
 @pytest.mark.covers("1.4 checkpoint")
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
 def test_a_path_that_is_no_checkpoint_is_an_error_at_once(tmp_path, verb):
@@ -116,8 +118,7 @@ def test_counts_stay_exact_beyond_what_float32_can_count(tmp_path):
             "count": est.metrics.true_positives(jnp.array([True]), jnp.array([True]), weights),
             "mean": est.metrics.mean(features, jnp.array([1e7])),
         }
-        loss = jnp.float32(0)
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.TrainOp(), eval_metric_ops=metrics)
+        return est.EstimatorSpec(mode, loss=jnp.float32(0), train_op=est.TrainOp(), eval_metric_ops=metrics)
 
     batches = [np.array([i % 2], np.float32) for i in range(20)]
     results = make(tmp_path, model_fn).evaluate(lambda: batches)
@@ -151,10 +152,10 @@ def test_loss_may_be_the_mean_over_examples(tmp_path):
 def test_no_checkpoint_may_be_an_error(tmp_path, verb):
     with pytest.raises(ValueError, match="Could not find trained model in model_dir"):
         getattr(make(tmp_path), verb)(times(1), checkpoint_path="latest")
-    trained = make(tmp_path).train(times(1), steps=1)
-    assert getattr(trained, verb)(times(1), checkpoint_path="latest")
+    assert getattr(make(tmp_path).train(times(1), steps=1), verb)(times(1), checkpoint_path="latest")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("count", [16, 35])
 def test_many_small_batches_give_what_they_give_one_by_one(tmp_path, count, monkeypatch):
     def model_fn(features, labels, mode):

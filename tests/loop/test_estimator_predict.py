@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 from testing.estimators import X, endless, make, times
+from testing.model_fns import predicting
 
 import estimator as est
 
@@ -48,9 +49,7 @@ def test_predict_gives_single_examples_or_batches(estimator):
 
 
 def test_predictions_may_be_any_tree(tmp_path):
-    def model_fn(features, mode):
-        return est.EstimatorSpec(mode, predictions=(features, {"a": [features * 2]}))
-
+    model_fn = predicting(lambda x: (x, {"a": [x * 2]}))
     estimator = make(tmp_path, model_fn)
     rows = list(estimator.predict(lambda: np.arange(2.0, dtype=np.float32)))
     assert rows == [(0, {"a": [0]}), (1, {"a": [2]})]
@@ -69,9 +68,7 @@ def test_predict_keys(estimator):
 
 @pytest.mark.covers("1.5 single examples")
 def test_predictions_of_different_length_are_an_error_row_by_row(tmp_path):
-    def model_fn(features, mode):
-        return est.EstimatorSpec(mode, predictions={"a": features, "b": features[:1]})
-
+    model_fn = predicting(lambda x: {"a": x, "b": x[:1]})
     estimator = make(tmp_path, model_fn)
     with pytest.raises(ValueError, match=r"Batch length .* same.*\['a'\]: \(4,\), \['b'\]: \(1,\)"):
         next(estimator.predict(lambda: X))

@@ -1,11 +1,14 @@
 """The time of a training by what it was spent on, noted in checkpoints, over restarts; rates from the same clock."""
 
+import io
 import re
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from testing.estimators import X, Y, endless, make, times
 from testing.scenarios.early_stopping import KillAt
@@ -15,9 +18,10 @@ import estimator as est
 from estimator import inspect
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
-from estimator.loop import _flops, _programs
+from estimator.loop import _flops, _programs, _training_log
+from estimator.loop._context import RunContext
 from estimator.loop._stopwatch import Stopwatch
-from estimator.loop._training_log import _describe_slowest
+from estimator.loop._training_log import TrainingLog, _describe_slowest
 
 PARTS = ["input", "host", "device", "checkpoint", "evaluation", "compilation", "other"]
 NAP = 0.05
@@ -104,8 +108,7 @@ def test_the_command_prints_it(tmp_path, capsys, monkeypatch):
     estimator = make(tmp_path).train(times(2))
     inspect.main([str(tmp_path), "--time"])
     assert capsys.readouterr().out == f"{est.goodput(estimator.model_dir)}\n"
-    first = Checkpoint(tmp_path / "ckpt-0").path
-    assert est.goodput(first).step == 0
+    assert est.goodput(Checkpoint(tmp_path / "ckpt-0").path).step == 0
 
 
 def test_without_times_there_is_an_error(tmp_path):
@@ -115,9 +118,6 @@ def test_without_times_there_is_an_error(tmp_path):
     Checkpoints(tmp_path).save(est.State(variables, {}, jnp.int32(1), jax.random.key(0)))
     with pytest.raises(ValueError, match="ckpt-1 has no times. It was saved before this was noted, or not by `train`"):
         est.goodput(tmp_path)
-
-
-# Rates.
 
 
 def test_log_lines_have_examples_and_the_wait_for_input(tmp_path, messages):
@@ -131,6 +131,40 @@ def test_log_lines_have_examples_and_the_wait_for_input(tmp_path, messages):
     assert any(int(each[3]) > 50 for each in found)
 
 
+@pytest.mark.parametrize("seconds", [1e-3, 0.1, 0.5, 1.7, 12])
+def test_lines_come_by_time_unless_their_steps_are_given(monkeypatch, messages, seconds):
+    now = [0.0]
+    monkeypatch.setattr(_training_log, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+    def logged(steps, **config):
+        before = len(messages())
+        log = TrainingLog(est.RunConfig(**config).log_step_count_steps, RunContext("train"), None, shows_bar=False)
+        log.add_first(1, np.ones(1), {})
+        for step in range(2, steps + 1):
+            now[0] += seconds
+            log.add(step, np.ones(1), {})
+        return [int(line.split("step = ")[1]) for line in messages()[before:]]
+
+    times = [(step - 1) * seconds for step in logged(int(60 / seconds) + 2)]
+    gaps = np.diff(times)
+    assert times[0] == 0 and len(gaps) > 3 and min(gaps) > 0.999
+    assert gaps[0] <= 1.01 + seconds and max(gaps) < max(10, 1.01 * seconds)
+    assert logged(200, log_step_count_steps=100) == [1, 100, 200]
+
+
+def test_the_bar_shows_a_step_after_a_second_though_those_before_were_quick(monkeypatch):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with TrainingLog(None, RunContext("train"), 2001, shows_bar=True) as log:
+        now = log._bar.last_print_t
+        log._bar._time = lambda: now
+        for _ in range(2000):
+            now += 1e-4
+            log.advance(1)
+        now += 1.0
+        log.advance(1)
+        assert log._bar.last_print_n == 2001
+
+
 def test_summaries_have_the_wait_for_input(tmp_path):
     make(tmp_path, save_summary_steps=10, steps_per_loop=1).train(lambda: napping(60))
     waits = [value for _, value in scalars(tmp_path)["input_wait"]]
@@ -138,8 +172,7 @@ def test_summaries_have_the_wait_for_input(tmp_path):
 
 
 def test_where_the_peak_is_known_its_share_is_shown(tmp_path, messages, monkeypatch):
-    step = est.summarize(make(tmp_path), X, Y)
-    monkeypatch.setitem(_flops._PEAKS, "cpu", 1e3 * step.flops)
+    monkeypatch.setitem(_flops._PEAKS, "cpu", 1e3 * est.summarize(make(tmp_path), X, Y).flops)
     make(tmp_path, log_step_count_steps=50, save_summary_steps=50).train(endless, steps=200)
     lines = [line for line in messages() if "of peak FLOPs" in line]
     assert lines

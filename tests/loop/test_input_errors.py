@@ -11,14 +11,10 @@ from testing.outcomes import run
 import estimator as est
 from estimator.inputs._input_fn import batches
 from estimator.loop._context import RunContext
-from estimator.loop._plan import Plan
+from estimator.loop._plan import Bounds, Plan
 from estimator.loop._read_ahead import read_ahead
 
-ENDS = {
-    "an error": OSError("the disk is gone"),
-    "an exit": SystemExit(3),
-    "the end": None,
-}
+ENDS = {"an error": OSError("the disk is gone"), "an exit": SystemExit(3), "the end": None}
 
 
 def failing(n, error, batch=(X, Y)):
@@ -31,7 +27,7 @@ def failing(n, error, batch=(X, Y)):
 def read(size, limit, n, error):
     """How many batches were read, why it ended, and the error."""
     context = RunContext(est.ModeKeys.TRAIN)
-    plan = Plan((), 0, limit, lambda: size)
+    plan = Plan((), 0, limit, lambda: Bounds(size))
     count = 0
     try:
         for piece, _ in read_ahead(batches(failing(n, error)), plan, context, lambda pairs, chunk: pairs):
@@ -41,6 +37,7 @@ def read(size, limit, n, error):
     return count, context.stop_reason, None
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 20])
 def test_the_input_says_how_a_run_ends_where_it_ends_before_the_limit(size, end):
@@ -100,6 +97,7 @@ def test_a_generator_that_lets_a_stop_iteration_out_is_an_error(tmp_path):
     assert last_function(raised.value.__cause__) == "wrong"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("wanted", [4, 20, None])
 def test_evaluation_and_prediction_raise_the_error_of_their_input(tmp_path, wanted):
     estimator = make(tmp_path)

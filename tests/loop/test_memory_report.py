@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import make
+from testing.model_fns import minimizing
 from testing.towers import assert_close, cpus, mlp_model_fn, regression
 
 import estimator as est
-from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate import VariableDistribution, replicate_model_fn
 
 LAYERS, WIDTH = 24, 32
 
@@ -37,8 +38,7 @@ def transformer(features, blocks=4, heads=2):
             qkv = dense(norm(x), "qkv", 3 * WIDTH).reshape(*x.shape[:2], 3, heads, WIDTH // heads)
             q, k, v = (qkv[:, :, j] for j in range(3))
             weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / (WIDTH // heads) ** 0.5)
-            mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
-            x = x + dense(mixed, "mixed", WIDTH)
+            x = x + dense(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape), "mixed", WIDTH)
             x = x + dense(jax.nn.gelu(dense(norm(x), "up", 4 * WIDTH)), "down", WIDTH)
     return x
 
@@ -47,11 +47,7 @@ NETS = {"mlp": (mlp, (1024, WIDTH)), "transformer": (transformer, (16, 32, WIDTH
 
 
 def model_fn_of(net, transform=None, towers=2, **how):
-    def model_fn(features, labels, mode):
-        output = net(features)
-        loss = est.losses.mean_squared_error(labels, output)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1, momentum=0.9)).minimize(loss))
-
+    model_fn = minimizing(lambda x, y: est.losses.mean_squared_error(y, net(x)), optax.sgd(0.1, momentum=0.9))
     return replicate_model_fn(model_fn, devices=cpus(towers), tower_transform=transform, **how)
 
 
@@ -70,6 +66,7 @@ def test_segments_need_at_most_half_the_temporary_bytes_and_train_the_same(name)
     assert_close(*(m.train_step(state, x, y)[0].slots for m in (plain, segments)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_whole_forward_pass_that_is_computed_again_saves_nothing():
     net, shape = NETS["mlp"]
     batch = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -78,6 +75,7 @@ def test_a_whole_forward_pass_that_is_computed_again_saves_nothing():
     assert report["checkpoint"].temporary >= report["plain"].temporary
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("distribution", [VariableDistribution.MIRRORED, VariableDistribution.SHARDED])
 def test_the_state_is_donated_whole_variables_and_slots(distribution):
     model_fn = replicate_model_fn(mlp_model_fn(optax.adam(0.1)), devices=cpus(2), variable_distribution=distribution)
@@ -103,6 +101,7 @@ class Kept(est.Hook):
             self.state = context.state
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("steps_per_loop", [1, 2])
 def test_an_estimator_trains_in_the_memory_of_its_state(tmp_path, steps_per_loop):
     x, y = regression(8)
@@ -136,9 +135,7 @@ def test_what_cannot_be_reported_is_refused():
     with pytest.raises(TypeError, match="model_fn must be a function; got 3"):
         est.memory_report({"three": 3}, x[0], y[0])
     served = replicate_model_fn(
-        mlp_model_fn(optax.sgd(0.1)),
-        devices=cpus(2),
-        variable_distribution=VariableDistribution.SHARED_ROUND_ROBIN,
+        mlp_model_fn(optax.sgd(0.1)), devices=cpus(2), variable_distribution=VariableDistribution.SHARED_ROUND_ROBIN
     )
     with pytest.raises(ValueError, match="SHARED_ROUND_ROBIN\\) make it several. Give the same model_fn with MIRRORED"):
         est.memory_report(served, x[0], y[0])

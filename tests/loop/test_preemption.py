@@ -1,31 +1,29 @@
 """SIGTERM, Ctrl-C, and what else ends a run from outside."""
 
 import os
+import re
 import signal
 import threading
 import time
 
 import numpy as np
+import optax
 import pytest
-from testing.estimators import X, Y, endless, make, same_bits, saved_at, saved_steps, times
-from testing.hooks import At
-from testing.processes import Processes
+from testing.cluster import shared_cluster
+from testing.estimators import Linear, X, Y, endless, make, same_bits, saved_at, saved_steps, times
+from testing.hooks import At, When, raising
+from testing.towers import replicate
 
 import estimator as est
+from estimator.multihost import _preemption
+from replicate import TowerOptimizer
 
 pytestmark = pytest.mark.covers("1.3 preemption", "13 10 no end and no checkpoint on errors and signals")
 
 
-@pytest.fixture(scope="module")
-def processes():
-    forks = Processes("testing.scenarios.preempted")
-    yield forks
-    forks.close()
-
-
 # In a process of its own.
 
-SIGTERM = {  # after how many steps what runs, and blocks: the exit code, how its runs ended, and the checkpoints
+ENDED = {  # after how many steps what runs, and blocks: the exit code, how its runs ended, and the checkpoints
     "a training": (0, "train", [5], 75, ["training SIGTERM 5 NoneType"], [0, 5]),
     "a training before there is a batch": (0, "train", [0], 75, [], []),
     "an evaluation before there is a batch": (0, "evaluate", [0], 75, [], []),
@@ -56,34 +54,63 @@ SIGTERM = {  # after how many steps what runs, and blocks: the exit code, how it
 }
 
 
-@pytest.mark.parametrize("case", SIGTERM)
-def test_sigterm_ends_what_blocks_and_saves_the_last_step_of_a_training(processes, tmp_path, case):
-    steps, function, batches, code, ends, saved = SIGTERM[case]
+AT_ONCE = {  # what Ctrl-C does not end as SIGTERM does
+    "an evaluation": ["evaluation SIGINT 3 KeyboardInterrupt"],
+    "a reader of predictions": ["prediction closed 3 NoneType"],
+    "an evaluation in a training": ["evaluation SIGINT 4 KeyboardInterrupt", "training SIGINT 4 NoneType"],
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("case", ENDED)
+def test_a_signal_ends_what_blocks_and_saves_the_last_step_of_a_training(tmp_path, case, number):
+    steps, function, batches, code, ends, saved = ENDED[case]
+    if number == signal.SIGINT:
+        ends = AT_ONCE.get(case, [end.replace("SIGTERM", "SIGINT") for end in ends])
+        code = -number if code else 0
     if steps:
         make(tmp_path).train(times(steps))
-    processes.start(function, str(tmp_path), *batches)
-    processes.read_until("blocked")
+    cluster = shared_cluster()
+    cluster.start_one(f"testing.scenarios.preempted.{function}", tmp_path, *batches)
     sent = time.monotonic()
-    processes.send(signal.SIGTERM)
-    lines, ended = processes.read_to_end()
-    assert ([line.removeprefix("end of ") for line in lines], ended) == (ends, code)
+    cluster.kill(number=number)
+    (ended,) = cluster.ended()
+    lines = ended.lines[ended.lines.index("blocked") :]
+    assert [line.removeprefix("end: ") for line in lines if line.startswith("end: ")] == ends
+    assert ended.code == code
     assert time.monotonic() - sent < 40  # on a busy machine; they block for 60
     assert saved_at(tmp_path) == saved
     assert saved or os.listdir(tmp_path) == []
-
-
-# In this process.
+    says = (
+        f"KeyboardInterrupt: Training ended after step {saved[-1:]}. It is saved as {tmp_path}/ckpt-{saved[-1:]}: call "
+    )
+    has_trained = number == signal.SIGINT and any("training SIGINT" in end for end in ends)
+    assert any(line.startswith(re.sub(r"[][]", "", says)) for line in lines) == has_trained
 
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def raises(error):
-    def does():
-        raise error
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
 
-    return does
+
+@pytest.fixture(autouse=True)
+def default_handler():
+    """Ctrl-C is ignored where a shell runs the tests beside it."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+STOPS = [(terminate, est.Preempted, "SIGTERM"), (interrupt, KeyboardInterrupt, "SIGINT")]
+
+
+def in_towers(features, labels, mode):
+    loss = est.losses.mean_squared_error(labels, features @ est.get_variable("w", (2, 1)))
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1)).minimize(loss))
 
 
 def rows(n=10):
@@ -93,40 +120,49 @@ def rows(n=10):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 4, "auto"])
+@pytest.mark.parametrize("towers", [1, 4])
+@pytest.mark.parametrize(("kill", "error", "reason"), STOPS)
 @pytest.mark.usefixtures("users_compiler")
-def test_a_run_ended_by_sigterm_resumes_as_if_uninterrupted(tmp_path, steps_per_loop):
-    whole = make(tmp_path / "whole", steps_per_loop=steps_per_loop).train(rows(), max_steps=20)
+def test_a_run_ended_by_a_signal_resumes_as_if_uninterrupted(tmp_path, kill, error, reason, towers, steps_per_loop):
+    def estimator(name):
+        return make(tmp_path / name, replicate(in_towers, towers), steps_per_loop=steps_per_loop)
+
+    whole = estimator("whole").train(rows(12), max_steps=20)
     for stop in (7, 15):
-        hook = At(stop, terminate)
-        with pytest.raises(est.Preempted) as raised:
-            make(tmp_path / "ended", steps_per_loop=steps_per_loop).train(rows(), hooks=[hook], max_steps=20)
-        assert raised.value.code == 75
-        assert (hook.context.stop_reason, hook.context.error, hook.context.global_step) == ("SIGTERM", None, stop)
-    ended = make(tmp_path / "ended", steps_per_loop=steps_per_loop)
+        hook = At(stop, kill)
+        with pytest.raises(error):
+            estimator("ended").train(rows(12), hooks=[hook], max_steps=20)
+        assert (hook.context.stop_reason, hook.context.error, hook.context.global_step) == (reason, None, stop)
+    ended = estimator("ended")
     assert saved_steps(ended) == [0, 7, 15]
-    assert same_bits(ended.train(rows(), max_steps=20), whole)
+    assert same_bits(ended.train(rows(12), max_steps=20), whole)
 
 
+@pytest.mark.quick
 @pytest.mark.slow
-@pytest.mark.parametrize("old", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None])
-def test_after_every_run_the_old_handler_is_back(tmp_path, old):
+@pytest.mark.parametrize("old", [None, signal.SIG_IGN, lambda *_: None])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_after_every_run_the_old_handler_is_back(tmp_path, number, old):
     estimator = make(tmp_path)
-    within = []
+    within, default = [], signal.getsignal(number)
+    is_default, old = old is None, default if old is None else old
     try:
-        signal.signal(signal.SIGTERM, old)
-        estimator.train(times(5), hooks=[At(3, lambda: within.append(signal.getsignal(signal.SIGTERM)))])
+        signal.signal(number, old)
+        estimator.train(times(5), hooks=[At(3, lambda: within.append(signal.getsignal(number)))])
         with pytest.raises(ValueError, match="broken"):
-            estimator.train(endless, hooks=[At(7, raises(ValueError("broken")))])
+            estimator.train(endless, hooks=[At(7, raising(ValueError("broken")))])
         estimator.evaluate(times(2))
         predictions = estimator.predict(times(2))
         next(predictions)
         predictions.close()
-        assert signal.getsignal(signal.SIGTERM) is old
+        assert signal.getsignal(number) is old
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    assert (within == [old]) == (old is not signal.SIG_DFL)
+        signal.signal(number, default)
+    assert (within == [old]) == (not is_default)
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("first", [0, 1])
 def test_after_predictions_read_in_turns_the_old_handler_is_back(tmp_path, first):
     estimator = make(tmp_path).train(times(1))
@@ -142,36 +178,122 @@ def test_after_predictions_read_in_turns_the_old_handler_is_back(tmp_path, first
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-class EvaluatingAtTheEnd(est.Hook):
-    """Evaluates on an input during which SIGTERM comes."""
+@pytest.mark.parametrize(("kill", "error", "reason"), STOPS)
+def test_a_signal_during_an_evaluation_at_the_end_leaves_the_checkpoint_to_be_saved(tmp_path, kill, error, reason):
+    def input_fn():
+        kill()
+        yield X, Y
 
-    def __init__(self, estimator):
-        self.estimator = estimator
-
-    def end(self, context):
-        def input_fn():
-            terminate()
-            yield X, Y
-
-        self.estimator.evaluate_state(context.state, input_fn)
-
-
-def test_a_signal_during_an_evaluation_at_the_end_leaves_the_checkpoint_to_be_saved(tmp_path):
-    estimator = make(tmp_path)
-    last = At(1, lambda: None)
-    with pytest.raises(est.Preempted):
-        hooks = [EvaluatingAtTheEnd(estimator), est.CheckpointSaverHook(save_steps=100), last]
+    estimator, last = make(tmp_path), When()
+    evaluates = When(end=lambda context: estimator.evaluate_state(context.state, input_fn))
+    with pytest.raises(error):
+        hooks = [evaluates, est.CheckpointSaverHook(save_steps=100), last]
         estimator.train(endless, hooks=hooks, steps=3)
     assert saved_steps(estimator) == [0, 3]
     assert (last.context.stop_reason, last.context.error) == ("steps", None)
 
 
 def test_a_preempted_that_a_hook_raises_without_a_signal_is_an_error(tmp_path):
-    hook = At(2, raises(est.Preempted()))
+    hook = At(2, raising(est.Preempted()))
     with pytest.raises(est.Preempted):
         make(tmp_path).train(endless, hooks=[hook], steps=5)
     assert type(hook.context.error) is est.Preempted and hook.context.stop_reason == "error"
     assert saved_steps(make(tmp_path)) == [0]
+
+
+# Ctrl-C alone.
+
+
+def train(model_dir, hook, **config):
+    """The text of the KeyboardInterrupt that ends a training without an end."""
+    with pytest.raises(KeyboardInterrupt) as raised:
+        make(model_dir, steps_per_loop=1, **config).train(endless, hooks=[hook])
+    return str(raised.value)
+
+
+def wait_for(is_so):
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_says_once_what_it_does_and_what_it_has_left(tmp_path, messages, saves):
+    config = (
+        {"save_checkpoints_steps": 100} if saves else {"save_checkpoints_steps": None, "save_checkpoints_secs": None}
+    )
+    said = train(tmp_path, At(3, interrupt), **config)
+    neither = "since save_checkpoints_steps and save_checkpoints_secs of its RunConfig are both None"
+    left = f"It is saved as {tmp_path}/ckpt-3: call `train` again to continue."
+    assert (
+        said == f"Training ended after step 3. {left if saves else f'What came after step 0 is not saved, {neither}.'}"
+    )
+    saved = f"saves a checkpoint in {tmp_path}, from which the next call continues"
+    wait_for(lambda: [line for line in messages() if line.startswith("Ctrl-C")])
+    assert [line for line in messages() if line.startswith("Ctrl-C")] == [
+        f"Ctrl-C: `train` ends after the steps that have begun, and {saved if saves else f'saves nothing, {neither}'}. "
+        "A second Ctrl-C ends it at once, and what came after step 0 is lost."
+    ]
+    assert saved_at(tmp_path) == ([0, 3] if saves else [])
+
+
+@pytest.mark.parametrize("within", ["a hook", "an evaluation"])
+def test_the_second_ctrl_c_ends_training_at_once(tmp_path, messages, monkeypatch, within):
+    monkeypatch.setattr(_preemption, "_SECONDS_OF_ONE", -1.0)
+    ended = []
+
+    def interrupt_twice(context):
+        interrupt()
+        if within == "an evaluation":
+            make(tmp_path).evaluate_state(context.state, lambda: ended.append(interrupt()) or times(1)())
+        else:
+            ended.append(interrupt())
+
+    hook = When(2, after_run=interrupt_twice)
+    assert train(tmp_path, hook, save_checkpoints_async=False) == "" and not ended
+    assert type(hook.context.error) is KeyboardInterrupt and hook.context.stop_reason == "SIGINT"
+    assert "Training failed after step 2. What came after step 0 is in no checkpoint, and is lost." in messages()
+    assert saved_at(tmp_path) == [0]
+
+
+def test_a_ctrl_c_that_a_launcher_sends_as_well_as_the_terminal_counts_once(tmp_path):
+    hook = At(2, lambda: [interrupt(), interrupt()])
+    assert train(tmp_path, hook).startswith("Training ended after step 2. It is saved as")
+
+
+def test_ctrl_c_loses_nothing_where_it_ends_the_input_with_an_error(tmp_path):
+    def input_fn():
+        yield from times(3)()
+        trained.wait(30)
+        interrupt()
+        raise RuntimeError("a worker has died")
+
+    trained = threading.Event()
+    with pytest.raises(KeyboardInterrupt, match="Training ended after step 3. It is saved as"):
+        make(tmp_path, steps_per_loop=1).train(input_fn, hooks=[At(3, trained.set)])
+
+
+@pytest.mark.parametrize(("kill", "error", "reason"), STOPS)
+def test_a_signal_ends_a_training_at_once_that_has_nothing_to_lose(tmp_path, messages, kill, error, reason):
+    """And leaves no lock, which is taken before the model_fn is called."""
+
+    def killing(features, labels, mode):
+        kill()
+        return Linear()(features, labels, mode)
+
+    with pytest.raises(error) as raised:
+        make(tmp_path, killing).train(endless)
+    assert raised.value.args in ((), (75,)) and os.listdir(tmp_path) == []
+    assert not [line for line in messages() if "Ctrl-C" in line]
+
+
+def test_ctrl_c_beside_predictions_leaves_them_to_be_read_on(tmp_path):
+    predictions = make(tmp_path).train(times(1)).predict(times(2), yield_single_examples=False)
+    next(predictions)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert len(list(predictions)) == 1
 
 
 # Asked for by a function.
@@ -239,6 +361,8 @@ def test_an_input_that_blocks_ends_in_a_thread_that_is_asked_to_stop(tmp_path):
     assert saved_steps(make(tmp_path)) == [0, 3]
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, lambda *_: est.request_stop()])
 @pytest.mark.parametrize("stop", [terminate, est.request_stop])
 def test_a_prediction_whose_input_blocks_in_the_main_thread_ends_when_it_is_asked_to_stop(tmp_path, handler, stop):
@@ -278,9 +402,6 @@ def test_a_handler_of_the_user_s_own_may_ask_to_stop(tmp_path):
     assert saved_steps(make(tmp_path)) == [0, 4]
 
 
-# Errors, Ctrl-C among them.
-
-
 def interrupted(error, at):
     """The rows, with an error before one of the batches."""
 
@@ -313,7 +434,7 @@ def test_an_error_ends_hooks_and_saves_nothing_and_training_resumes_before_it(tm
     config = {"save_checkpoints_steps": 4, "steps_per_loop": 2}
     whole = make(tmp_path / "whole", **config).train(rows(), max_steps=16)
     estimator = make(tmp_path / "other", **config)
-    hook = At(7, raises(error))
+    hook = At(7, raising(error))
     with pytest.raises(type(error)):
         estimator.train(rows(), hooks=[hook], max_steps=16)
     assert hook.context.error is error and hook.context.stop_reason == "error"
@@ -327,11 +448,12 @@ def test_an_error_ends_hooks_and_saves_nothing_and_training_resumes_before_it(tm
     assert same_bits(estimator.train(rows(), max_steps=16), whole)
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
 def test_ctrl_c_ends_the_hooks_of_other_runs(tmp_path, verb):
     estimator = make(tmp_path).train(times(1))
-    hook = At(2, raises(KeyboardInterrupt()))
+    hook = At(2, raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        result = getattr(estimator, verb)(times(4), hooks=[hook])
-        list(result)
+        list(getattr(estimator, verb)(times(4), hooks=[hook]))
     assert type(hook.context.error) is KeyboardInterrupt

@@ -12,11 +12,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from testing import estimators
 from testing.estimators import same_bits, saved_steps
+from testing.model_fns import minimizing, ones, zeros
 
 import estimator as est
 from estimator.loop._saver import _names_with_nan
-from estimator.storage._own_folders import make_own
-from replicate import TowerOptimizer, replicate_model_fn
+from estimator.storage._sealed_folder import SealedFolder
+from replicate import replicate_model_fn
 
 ONES = np.ones((4, 1), np.float32)
 make = functools.partial(estimators.make, save_checkpoints_steps=2, keep_checkpoint_max=None)
@@ -36,7 +37,7 @@ def counter(features, mode):
 def test_what_a_killed_save_left_is_never_loaded(tmp_path, name):
     make(tmp_path, counter).train(lambda: [ONES] * 4)
     half = tmp_path / name
-    make_own(half)
+    SealedFolder(half).make()
     (half / "manifest.ocdbt").write_bytes(b"half")
     estimator = make(tmp_path, counter)
     assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-4")
@@ -68,13 +69,7 @@ def test_the_bits_depend_on_the_seed_and_not_on_where_a_run_stopped(tmp_path):
     assert not same_bits(straight, other)
 
 
-# Not a number.
-
-
-def linear(features, mode):
-    w = est.get_variable("w", (1, 1), initializer=jax.nn.initializers.ones)
-    loss = jnp.mean(features @ w)
-    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+linear = minimizing(lambda x, y: jnp.mean(x @ ones("w", (1, 1))))
 
 
 def root(features, mode):
@@ -96,7 +91,7 @@ def assert_last_is_whole(estimator, step):
     assert int(estimator.train(lambda: [ONES]).get_variable_value("global_step")) == step + 1
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("13 9 NaN in checkpoints")
 @pytest.mark.parametrize("steps_per_loop", [1, 2, 3, 8])
 @pytest.mark.parametrize(("step", "saved"), [(1, 0), (5, 4), (6, 4)])
@@ -131,7 +126,7 @@ def test_a_nan_loss_at_a_log_line_is_noticed_without_checkpoints_and_none_is_nam
     assert saved_steps(estimator) == []
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("13 9 NaN in checkpoints")
 @pytest.mark.parametrize("steps_per_loop", [1, 2])
 @pytest.mark.parametrize("number", [4, 3])
@@ -155,28 +150,16 @@ def test_a_nan_is_seen_wherever_an_array_lives():
 
 
 def test_initial_values_that_are_nan_are_not_saved(tmp_path):
-    def model_fn(features, mode):
-        w = est.get_variable("scope/w", (), initializer=jax.nn.initializers.constant(np.nan))
-        loss = jnp.mean(w * features)
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
-
+    model_fn = minimizing(lambda x, y: jnp.mean(est.get_variable("scope/w", initializer=np.float32(np.nan)) * x))
     estimator = make(tmp_path, model_fn)
     with pytest.raises(est.NanLossDuringTrainingError, match=r"\['scope/w'\] after step 0"):
         estimator.train(lambda: [ONES])
     assert os.listdir(tmp_path) == []
 
 
-# Long.
-
-
 @pytest.mark.slow
 def test_twenty_thousand_steps_on_eight_towers_do_not_stall(tmp_path):
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
-        loss = est.losses.mean_squared_error(labels, features @ w)
-        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
-
+    model_fn = minimizing(lambda x, y: est.losses.mean_squared_error(y, x @ zeros("w", (2, 1))))
     x = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
     y = x @ np.array([[1.0], [2.0]], np.float32)
 

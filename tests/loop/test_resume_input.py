@@ -43,7 +43,7 @@ def seen(estimator):
     return estimator.get_variable_value("seen").tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("steps_per_loop", [1, 3])
 @pytest.mark.parametrize(
     ("source", "how", "goes_on"),
@@ -64,6 +64,7 @@ def test_the_input_resumes_as_the_config_says(tmp_path, source, how, goes_on, st
     assert seen(estimator) == expected
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("how", ["position", "count"])
 def test_the_position_counts_the_batches_trained_on_not_the_ones_read_ahead(tmp_path, how):
     source = Numbers()
@@ -79,6 +80,7 @@ def at(step, does):
     return Noted("", [], after_run=lambda context, values: context.global_step == step and does(context))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("ends", [lambda context: context.request_stop(), lambda context: os.kill(os.getpid(), 15)])
 def test_what_was_read_ahead_is_read_again(tmp_path, ends):
     assert signal.SIGTERM == 15
@@ -104,11 +106,11 @@ def test_what_was_read_ahead_is_read_again(tmp_path, ends):
 def test_after_the_end_of_the_input_it_begins_again(tmp_path, source, how):
     for times in (1, 2):
         assert seen(new(tmp_path, resume_input=how).train(source)) == [times] * N
-    estimator = new(tmp_path, resume_input=how).train(source, steps=2)
-    assert seen(estimator) == [3, 3] + [2] * 10
+    assert seen(new(tmp_path, resume_input=how).train(source, steps=2)) == [3, 3] + [2] * 10
     assert seen(new(tmp_path, resume_input=how).train(source)) == [3] * N
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("source", "how"), [(Numbers, "position"), (generator, "count")])
 def test_killed_after_the_last_checkpoint_it_makes_no_further_steps(tmp_path, messages, source, how):
     def kill(context):
@@ -135,7 +137,7 @@ def test_a_second_train_of_the_same_estimator_begins_again(tmp_path):
     assert seen(new(tmp_path).train(Numbers, steps=3)) == [2] * 3 + [1] * 3 + [0] * 6
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("how", ["position", "count"])
 def test_a_second_train_that_failed_is_resumed_if_it_has_saved(tmp_path, how):
     estimator = new(tmp_path, save_checkpoints_steps=5, resume_input=how).train(Numbers, max_steps=3)
@@ -150,6 +152,7 @@ def test_a_second_train_that_failed_is_resumed_if_it_has_saved(tmp_path, how):
     assert seen(estimator.train(Numbers, max_steps=10)) == [2] * 3 + [1] * 4 + [0] * 5
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("how", ["position", "count"])
 def test_a_process_that_begins_where_another_has_made_all_steps_of_an_epoch_begins_the_next(tmp_path, how):
     for last in (N, 2 * N, 3 * N):
@@ -157,6 +160,8 @@ def test_a_process_that_begins_where_another_has_made_all_steps_of_an_epoch_begi
     assert seen(new(tmp_path)) == [3] * N
 
 
+@pytest.mark.quick
+@pytest.mark.usefixtures("quick_steps")
 @pytest.mark.parametrize("steps_per_loop", [1, 3])
 def test_a_save_before_a_step_has_the_position_before_it(tmp_path, steps_per_loop):
     class Saves(est.Hook):
@@ -221,6 +226,7 @@ def test_an_input_without_position_says_that_it_begins_again(tmp_path, messages)
     assert "The input begins again: there is no position in it; see RunConfig(resume_input=...)." in messages()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("source", "config", "lines"),
     [
@@ -242,6 +248,7 @@ def test_a_run_says_once_that_its_input_would_begin_again(tmp_path, messages, so
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("max_steps", "line"), [(9, 1), (5, 0), (4, 0)])
 def test_it_says_so_before_the_first_step_of_a_run_that_saves_before_its_last(tmp_path, messages, max_steps, line):
     said = []

@@ -68,6 +68,7 @@ def test_flops_and_memory_are_what_xla_says_of_the_step():
     assert shown.count("B") + shown.count("bytes") == len(summary.memory)
 
 
+@pytest.mark.slow
 def test_arrays_and_their_shapes_and_an_estimator_have_the_same_summary(tmp_path):
     summary = est.summarize(model_fn, FEATURES, LABELS, params=PARAMS)
     arrays = np.zeros(FEATURES.shape, np.float32), np.zeros(LABELS.shape, np.float32)
@@ -90,6 +91,7 @@ def test_a_tower_has_the_variables_and_its_part_of_the_work():
     assert two.memory.state == one.memory.state and two.memory.arguments < one.memory.arguments
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mode", ["eval", "infer"])
 @pytest.mark.parametrize("towers", [None, 2])
 def test_other_modes_have_no_slots_and_less_work(mode, towers):

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 from testing import refused
-from testing.towers import REDUCTIONS, replicate, started
+from testing.model_fns import predicting
+from testing.towers import REDUCTIONS, one_step, replicate, started
 
 import estimator as est
 from replicate import TowerOptimizer
@@ -20,9 +21,7 @@ ones = jax.nn.initializers.ones
 def run(body, mode="infer"):
     """What a body returns, on the initial values."""
 
-    def model_fn(features, mode):
-        return est.EstimatorSpec(mode, predictions=body())
-
+    model_fn = predicting(lambda x: body())
     model = est.transform(model_fn)
     return model.predict_step(model.init(jax.random.key(0), X, mode=mode), X).predictions
 
@@ -82,8 +81,7 @@ def test_a_loss_within_a_loop_is_not_collected():
 @pytest.mark.parametrize("towers, steps, reduction", [(1, 1, "mean"), (1, 2, "sum"), (3, 1, "sum"), (3, 2, "mean")])
 def test_a_regularizer_counts_once_on_towers(towers, steps, reduction):
     def model_fn(features, labels, mode, steps=steps):
-        regularizer = est.regularizers.l2(0.5)
-        w = est.get_variable("w", (1, 1), initializer=ones, regularizer=regularizer)
+        w = est.get_variable("w", (1, 1), initializer=ones, regularizer=est.regularizers.l2(0.5))
         est.losses.mean_squared_error(labels, features @ w, reduction=REDUCTIONS[reduction])
         loss = est.losses.get_total_loss()
         train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
@@ -132,8 +130,7 @@ def test_names_alone_leave_the_gradient_of_a_table_sparse():
         kinds.append(type(gradient))
         return est.EstimatorSpec(mode, loss=loss, train_op=est.TrainOp())
 
-    model = est.transform(model_fn)
-    model.train_step(model.init(jax.random.key(0), X), X)
+    one_step(model_fn, X)
     assert kinds[-1] is est.IndexedSlices
 
 
@@ -147,8 +144,7 @@ def test_a_store_lasts_one_run():
 
         numbers = [next(est.run_store("numbers", make)) for _ in range(3)]
         assert numbers == [0, 1, 2] and est.run_store("other", list) == []
-        w = est.get_variable("w", (), initializer=ones)
-        loss = w * features.mean()
+        loss = est.get_variable("w", (), initializer=ones) * features.mean()
         return est.EstimatorSpec(mode, features, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
     model, state = started(replicate(model_fn, 2), X)

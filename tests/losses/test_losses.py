@@ -1,5 +1,6 @@
 """Losses against formulas written out in numpy float64, and against TensorFlow's golden cases."""
 
+import functools
 import json
 import pathlib
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import estimator as est
 from estimator import losses, metrics
 from estimator.core import _frame
 from estimator.core._mode_keys import ModeKeys
@@ -75,13 +77,15 @@ def batch(name):
     return labels, outputs.astype(np.float32), rng.integers(0, 3, (4, 3)).astype(np.float32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reduction", list(Reduction))
-@pytest.mark.parametrize("weights", WEIGHTS, ids=[f"w{i}" for i in range(len(WEIGHTS))])
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_loss_is_its_formula(name, weights, reduction):
+ALL_OF_ONE = [("absolute_difference", n, reduction) for n in range(len(WEIGHTS)) for reduction in Reduction]
+BOTH_OF_EACH = [(name, n, reduction) for name in ELEMENTWISE for n in (1, -1) for reduction in (*MEANS[:1], *MEANS[2:])]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name, n, reduction", dict.fromkeys([*BOTH_OF_EACH, *ALL_OF_ONE]))
+def test_loss_is_its_formula(name, n, reduction):
     labels, outputs, full = batch(name)
-    weights = full if isinstance(weights, str) else weights
+    weights = full if isinstance(WEIGHTS[n], str) else WEIGHTS[n]
     formula = ELEMENTWISE[name][0](labels.astype(np.float64), outputs.astype(np.float64))
     got = getattr(losses, name)(labels, outputs, weights, reduction)
     np.testing.assert_allclose(got, reduced(formula, weights, reduction), rtol=2e-5, atol=2e-6)
@@ -116,6 +120,11 @@ def test_a_sparse_label_out_of_range_gives_nan(label):
     assert jnp.isnan(got).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("loss", [losses.sparse_softmax_cross_entropy, est.nn.sparse_softmax_cross_entropy_with_logits])
+def test_a_sparse_label_in_a_byte_is_not_wrapped_around(loss):
+    assert jnp.isnan(loss(labels=jnp.array([-1], jnp.int8), logits=jnp.zeros((1, 300)))).all()
+
+
 def test_huber_delta_and_log_loss_epsilon_are_used():
     y, p = np.array([0.0, 0.0]), np.float32([0.5, 5.0])
     np.testing.assert_allclose(
@@ -147,15 +156,55 @@ def test_weighted_loss_is_its_formula_in_float64(values, weights, reduction):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("reduction", MEANS)
+@pytest.mark.quick
 @pytest.mark.parametrize("weights", [0.0, np.zeros((4, 3), np.float32)], ids=["number", "array"])
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_zero_weights_give_zero_and_zero_gradients(name, weights, reduction):
+@pytest.mark.parametrize(
+    "name, reduction",
+    [*((name, Reduction.MEAN) for name in ELEMENTWISE), *(("log_loss", reduction) for reduction in MEANS[1:])],
+)
+def test_zero_weights_give_zero_and_zero_gradients(name, reduction, weights):
     labels, outputs, _ = batch(name)
     loss = getattr(losses, name)
     value, gradient = jax.value_and_grad(lambda p: loss(labels, p, weights, reduction))(outputs)
     assert value == 0
     np.testing.assert_array_equal(gradient, np.zeros_like(outputs))
+
+
+ONE_HOT = {"softmax_cross_entropy": [0.0, 1.0, 0.0], "sparse_softmax_cross_entropy": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong, reduction", [(np.nan, Reduction.MEAN), (np.inf, Reduction.SUM)])
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *ONE_HOT])
+def test_a_row_of_weight_zero_is_absent(name, wrong, reduction):
+    loss = functools.partial(getattr(losses, name), reduction=reduction)
+    if name == "log_loss":
+        loss = functools.partial(loss, epsilon=0.0)
+    shape, weights = ((3, 3), np.float32([2, 0, 1])) if name in ONE_HOT else ((3, 1), np.float32([[2], [0], [1]]))
+    labels = np.stack([np.asarray(ONE_HOT.get(name, [1.0]))] * 3)
+    outputs = np.full(shape, 0.25, np.float32)
+    want, want_gradient = jax.value_and_grad(lambda p: loss(labels, p, weights))(outputs)
+    outputs[1] = wrong
+    wrong_labels = labels.copy()
+    wrong_labels[1] = -1 if name == "sparse_softmax_cross_entropy" else wrong
+    for given in (labels, wrong_labels):
+        got, gradient = jax.value_and_grad(lambda p, y=given: loss(y, p, weights))(outputs)
+        assert got == want
+        np.testing.assert_array_equal(gradient, want_gradient.at[1].set(0))
+
+
+def test_a_probability_that_is_none_is_absent_too():
+    def loss(p):
+        return losses.log_loss(jnp.ones(3), p, jnp.array([0.0, 0.0, 1.0]), epsilon=0.0)
+
+    value, gradient = jax.value_and_grad(loss)(jnp.array([0.0, -1.0, 0.5]))
+    assert value == -jnp.log(0.5) and gradient.tolist() == [0, 0, -2]
+
+
+def test_a_weight_of_zero_has_the_gradient_of_its_loss():
+    losses_of = jnp.array([3.0, 5.0, jnp.inf])
+    gradient = jax.grad(lambda w: losses.compute_weighted_loss(losses_of, w, Reduction.SUM))(jnp.zeros(3))
+    assert gradient.tolist() == [3, 5, 0]
 
 
 def test_the_mean_of_no_elements_is_zero():
@@ -165,8 +214,9 @@ def test_the_mean_of_no_elements_is_zero():
 def test_half_precision_losses_are_summed_in_float32():
     values = jnp.full((4096,), 1.0, jnp.bfloat16)
     got = losses.compute_weighted_loss(values)
-    assert got == 1 and got.dtype == jnp.bfloat16
+    assert got == 1 and got.dtype == jnp.float32
     assert losses.compute_weighted_loss(values, reduction=Reduction.SUM) == 4096
+    assert losses.compute_weighted_loss(values, reduction=Reduction.NONE).dtype == jnp.float32
 
 
 def test_no_gradient_flows_to_one_hot_labels():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import estimator as est
 from estimator import metrics
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "replicate_model_fn_tf112.json"
@@ -112,7 +113,7 @@ def test_merging_any_split_of_the_rows_in_any_order_is_the_metric_of_all_rows(da
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_a_row_of_integer_weight_counts_as_that_many_rows():
     table = rows(3, 20)
     times = table.pop("weight").astype(int)
@@ -122,7 +123,7 @@ def test_a_row_of_integer_weight_counts_as_that_many_rows():
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_metrics_of_no_rows_are_zero_on_host_and_device():
     states = metrics_of(rows(0, 0))
     for name, value in results(states).items():
@@ -169,6 +170,35 @@ def test_auc_is_the_probability_of_ranking_a_positive_row_higher():
     np.testing.assert_allclose(metrics.auc(labels, p).result(), exact_auc(labels, p), atol=2e-3)
 
 
+@pytest.mark.parametrize("under", [jax.jit, lambda f: jax.vmap(f, in_axes=(0, 0, 0))], ids=["jit", "vmap"])
+def test_counts_at_thresholds_are_those_of_every_row_against_every_threshold(under):
+    rng = np.random.default_rng(0)
+    thresholds = [0.5, 0.25, 0.75, 0.5, -1.0, 2.0]
+    p = np.float32([[0, -0.0, 0.25, 0.5, 0.75, 1], *rng.choice([0, 0.1, 0.25, 0.5, 0.6, 1], (3, 6))])
+    labels, weights = rng.integers(0, 2, p.shape), rng.integers(0, 4, p.shape).astype(np.float32)
+    recall = under(lambda y, p, w: metrics.recall_at_thresholds(y, p, thresholds, w))(labels, p, weights)
+    precision = under(lambda y, p, w: metrics.precision_at_thresholds(y, p, thresholds, w))(labels, p, weights)
+    axes = None if recall.total.ndim == 1 else 1
+    for i, threshold in enumerate(thresholds):
+        is_positive = p > threshold
+        rows = [is_positive & (labels == 1), is_positive & (labels == 0), ~is_positive & (labels == 1)]
+        true, false, missed = ((weights * which).sum(axes) for which in rows)
+        for got, want in ((recall.total, true), (recall.count, true + missed), (precision.count, true + false)):
+            np.testing.assert_array_equal(got[..., i], want)
+
+
+def test_no_row_is_compared_with_every_threshold():
+    jaxpr = jax.make_jaxpr(lambda y, p: jax.tree.leaves(metrics.auc(y, p)))(jnp.ones(1000), jnp.ones(1000))
+    assert max(variable.aval.size for equation in jaxpr.eqns for variable in equation.outvars) < 200 * 1000
+
+
+def test_sums_of_a_group_keep_their_digits():
+    weights = np.full(300_000, 0.1, np.float32)
+    area = metrics.auc(np.ones(300_000), np.full(300_000, 0.5, np.float32), weights)
+    iou = metrics.mean_iou(np.zeros(300_000, int), np.zeros(300_000, int), 2, weights)
+    np.testing.assert_allclose([area.true_positives[0], iou.confusion[0, 0]], 30_000, rtol=5e-5)
+
+
 @pytest.mark.parametrize("curve", ["ROC", "PR"])
 def test_minoring_and_majoring_bound_the_trapezoidal_area(curve):
     rng = np.random.default_rng(1)
@@ -192,10 +222,62 @@ def test_a_class_without_rows_counts_in_mean_per_class_accuracy_but_not_in_mean_
     assert metrics.mean_iou(labels, labels, 4).result() == 1.0
 
 
-def test_classes_out_of_range_are_left_out():
-    labels, predictions = jnp.array([0, -1, 1, 255, 2]), jnp.array([0, 1, 1, 0, 7])
-    assert metrics.mean_iou(labels, predictions, 3).confusion.tolist() == np.diag([1, 1, 0]).tolist()
-    assert metrics.mean_per_class_accuracy(labels, predictions, 2).result() == 1.0
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.float32])
+def test_labels_out_of_range_are_left_out_and_predictions_out_of_range_are_wrong(dtype):
+    labels, predictions = np.array([0, 254, 1, 255, 2, 1], dtype), np.array([0, 1, 1, 0, 7, 255], dtype)
+    iou = metrics.mean_iou(labels, predictions, 3)
+    assert iou.confusion.tolist() == np.diag([1, 1, 0]).tolist() and iou.misses.tolist() == [0, 1, 1]
+    assert iou.result() == (1 + 1 / 2 + 0) / 3
+    assert metrics.mean_per_class_accuracy(labels, predictions, 2).result() == (1 + 1 / 2) / 2
+    assert metrics.mean_iou([0, 0, 1, 1], [0, 2, 1, 2], 2).result() == 0.5
+    # Among more classes than a byte can tell apart, 6 occur.
+    np.testing.assert_allclose(metrics.mean_iou(labels, predictions, 1000).result(), (1 / 2 + 1 / 3) / 6, rtol=1e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("wrong", [np.float32(np.nan), np.float32(1e10), np.int32(256), np.int32(-256)])
+def test_a_prediction_that_the_dtype_of_the_labels_cannot_hold_is_wrong(wrong):
+    labels = np.uint8([0, 0, 1])
+    predictions = np.array([wrong, 0, 1.75 if wrong.dtype == np.float32 else 1], wrong.dtype)
+    assert metrics.accuracy(labels, predictions).total == 2
+    assert metrics.mean_per_class_accuracy(labels, predictions, 2).result() == 0.75
+    assert metrics.mean_iou(labels, predictions, 2).result() == 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e30])
+def test_a_row_of_weight_zero_is_absent(wrong):
+    table = rows(5, 9)
+    want = metrics_of(table)
+    for name, value in table.items():
+        table[name] = np.concatenate([value, np.full_like(value[:1], -1 if value.dtype.kind == "i" else wrong)])
+    table["weight"][-1] = 0
+    for name, value in results(metrics_of(table)).items():
+        np.testing.assert_allclose(value, want[name].result(), rtol=1e-6, err_msg=name)
+    gradient = jax.grad(lambda p: metrics.mean_squared_error(table["yb"], p, table["weight"]).result())(table["p"])
+    assert gradient[:-1].any() and not gradient[-1].any()
+
+
+def test_the_second_part_of_a_metric_of_classes_is_that_of_tensorflow():
+    """It is in a model_fn too, where both parts together are the metric."""
+    labels, predictions = jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 1, 1])
+
+    def model_fn(features, labels, mode):
+        value, confusion = metrics.mean_iou(labels, features, 2)
+        per_class = metrics.mean_per_class_accuracy(labels, features, 2)
+        ops = {"iou": (value, confusion), "per_class": tuple(per_class)}
+        predictions = {"confusion": confusion, "update": per_class[1]}
+        return est.EstimatorSpec(mode, loss=jnp.zeros(()), predictions=predictions, eval_metric_ops=ops)
+
+    model = est.transform(model_fn)
+    spec = model.eval_step(model.init(jax.random.key(0), predictions, labels, mode="eval"), predictions, labels)
+    assert spec.predictions["confusion"].tolist() == [[1, 1], [0, 2]]
+    assert spec.predictions["update"].tolist() == [0.5, 1]
+    assert spec.eval_metric_ops["per_class"].result() == 0.75
+    np.testing.assert_allclose(spec.eval_metric_ops["iou"].result(), 7 / 12, rtol=1e-6)
+    outside = metrics.mean_iou(labels, predictions, 2)
+    assert outside[0] == outside.result() and outside[1] is outside.confusion
 
 
 def test_recall_at_k_of_several_labels_counts_each_label_once():
@@ -210,6 +292,12 @@ def test_labels_and_scores_that_have_changed_places_are_an_error():
         metrics.recall_at_k(jnp.ones((2, 3)), jnp.array([1, 0]), 2)
 
 
+def test_of_scores_that_are_zero_whatever_their_sign_the_first_is_in_the_top_k():
+    labels, scores = jnp.array([0, 1]), jnp.array([[-0.0, 0.0, -1.0], [0.0, -0.0, 1.0]])
+    assert metrics.recall_at_k(labels, scores, 1).result() == 0.5
+    assert metrics.recall_at_k(labels, scores, 2).result() == 0.5
+
+
 def test_recall_at_k_of_one_class_counts_its_labels_alone():
     labels, scores = jnp.array([[0], [2], [2]]), jnp.array([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
     assert [metrics.recall_at_k(labels, scores, 1, class_id).result().item() for class_id in (0, 1, 2)] == [1, 0, 0.5]
@@ -217,7 +305,7 @@ def test_recall_at_k_of_one_class_counts_its_labels_alone():
         metrics.recall_at_k(labels, scores, 1, jnp.ones(3))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("wrong", [np.nan, -0.25, 1.5])
 def test_what_is_no_probability_makes_thresholds_nan_unless_its_weight_is_zero(wrong):
     labels, predictions = jnp.array([0, 1, 0, 1]), jnp.array([0.2, wrong, 0.3, 0.9])
@@ -235,6 +323,7 @@ def test_what_is_no_probability_makes_thresholds_nan_unless_its_weight_is_zero(w
         )
 
 
+@pytest.mark.slow
 def test_recall_at_one_is_accuracy_and_at_all_classes_is_one():
     table = rows(0, 30)
     at_one = metrics.recall_at_k(table["y"], table["logits"], 1).result()
@@ -302,6 +391,7 @@ def test_unknown_options_are_errors_naming_the_known_ones():
         metrics.recall_at_k(jnp.array([1, 2]), jnp.ones((1, 3)), 1)
 
 
+@pytest.mark.slow
 def test_only_metrics_of_the_same_type_static_fields_and_shapes_merge():
     ones = jnp.ones(3)
     with pytest.raises(TypeError, match=r"`Mean\.merge` got a `Count`; only metrics of the same"):

@@ -11,7 +11,8 @@ import pytest
 
 import estimator
 import replicate
-from estimator.multihost import _coordination_client, _news
+from estimator.multihost import _coordination_client
+from estimator.multihost._supervisor import Supervisor
 
 PRIVATE = re.compile(r"^\s*(from|import) (jax\._src|jaxlib)", re.MULTILINE)
 FOLDERS = [pathlib.Path(package.__file__).parent for package in (estimator, replicate)]
@@ -76,9 +77,8 @@ def test_a_shutdown_between_two_requests_ends_the_thread_that_waits_for_news(mon
     clients, failures = [Client()], []
     monkeypatch.setattr(_coordination_client, "coordination_client", lambda: clients[0] if clients else None)
     monkeypatch.setattr(threading, "excepthook", failures.append)
-    news = _news.News()
-    news.listen()
-    for thread in list(news.threads):
-        thread.join()
-    atexit.unregister(news._close)
-    assert news.count == 1 and not failures
+    supervisor = Supervisor()
+    supervisor.listen()
+    assert supervisor.wait_for(lambda: not supervisor._requests, 60)
+    atexit.unregister(supervisor._close)
+    assert supervisor.news == 1 and not failures

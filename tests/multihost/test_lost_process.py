@@ -3,13 +3,14 @@
 import os
 import re
 import signal
+import threading
 
 import jax
 import pytest
 from testing.cluster import shared_cluster
 
-from estimator.multihost import _lost_process
-from estimator.multihost._lost_process import LostProcess, ProcessLostError, Stage
+from estimator.multihost import _supervisor
+from estimator.multihost._supervisor import Peers, ProcessLostError, Supervisor
 
 WORK = "testing.scenarios.distributed.work"
 LATE = "; this process still waits for it after 1 s. It ends with exit code 76."
@@ -24,7 +25,7 @@ def assert_names(ended, loss):
         assert f"initialize_distributed: {loss}{LATE}" in ended.lines
     else:
         assert ended.code == 1
-        assert ended.lines[-1] == f"estimator.multihost._lost_process.ProcessLostError: {loss}{AGAIN}"
+        assert ended.lines[-1] == f"estimator.multihost._supervisor.ProcessLostError: {loss}{AGAIN}"
     assert not any("Check failure stack trace" in line for line in ended.lines)
 
 
@@ -72,7 +73,7 @@ def test_a_loss_is_seen_from_python_and_can_be_caught():
     # The error of jax that leaves the process is explained there.
     assert (ended[0].code, ended[0].lines[-1]) == (
         1,
-        f"estimator.multihost._lost_process.ProcessLostError: {loss}{AGAIN}",
+        f"estimator.multihost._supervisor.ProcessLostError: {loss}{AGAIN}",
     )
 
 
@@ -97,15 +98,19 @@ LOSS = "process 1 (host b, pid 4711) ended with RuntimeError: The input of proce
 @pytest.fixture
 def watched():
     """As of a process that is watched, where no other has died yet."""
-    lost_process = LostProcess()
-    lost_process.begin_watch(60.0)
-    return lost_process
+    return watch()
+
+
+def watch(grace_secs=60.0, end_process=None):
+    supervisor = Supervisor()
+    supervisor.begin_watch(Peers(end_process, (), 60.0, grace_secs, grace_secs))
+    return supervisor
 
 
 def test_an_error_stays_as_it_is_where_nobody_watches():
-    lost_process, error = LostProcess(), jax.errors.JaxRuntimeError("closed by peer")
-    assert lost_process.explain(error) is error
-    assert (lost_process.stage, lost_process.loss) == (Stage.UNWATCHED, None)
+    supervisor, error = Supervisor(), jax.errors.JaxRuntimeError("closed by peer")
+    assert supervisor.explain(error) is error
+    assert supervisor.loss is None
 
 
 def test_an_error_that_is_not_of_jax_is_not_waited_for(watched):
@@ -115,7 +120,7 @@ def test_an_error_that_is_not_of_jax_is_not_waited_for(watched):
 
 def test_one_that_has_ended_before_explains_an_error_of_jax(watched, monkeypatch):
     watched.last_ended = "process 1 (host b, pid 4711)"
-    monkeypatch.setattr(_lost_process, "_SECS_AFTER_AN_END", 0.01)
+    monkeypatch.setattr(_supervisor, "_SECS_AFTER_AN_END", 0.01)
     error = jax.errors.JaxRuntimeError("closed by peer")
     explanation = watched.explain(error)
     assert str(explanation) == f"process 1 (host b, pid 4711) has ended before this one{AGAIN}"
@@ -131,22 +136,35 @@ def test_an_own_error_stays_though_another_process_was_lost_by_it(watched):
     assert isinstance(watched.explain(saving), ProcessLostError)
 
 
-def test_a_loss_is_known_until_the_end(watched):
-    """The stages come in their order, and a loss after the error of an early end does not lead back."""
-    watched.note_exit()
-    assert watched.stage is Stage.WATCHED  # there is no loss that could hinder the exit
-    watched.raise_if_lost(needs_all=True)
-    watched.note_loss(LOSS)
-    assert watched.stage is Stage.LOST
-    with pytest.raises(ProcessLostError, match=re.escape(LOSS + AGAIN)):
-        watched.raise_if_lost()
-    watched.note_raise()
-    watched.note_exit()
-    assert watched.stage is Stage.EXITING
+LATE_END = f"{LOSS}; this process still waits for it after 0.2 s"
 
-    watched = LostProcess()
-    watched.begin_watch(60.0)
-    watched.note_raise()
-    watched.note_loss(LOSS)
-    assert (watched.stage, watched.loss) == (Stage.RAISED, LOSS)
-    assert watched.wait_until(lambda: watched.loss is not None)
+
+@pytest.mark.parametrize(
+    ("what_happens", "reason"),
+    [
+        (["exit"], None),  # there is no loss that could hinder the exit
+        (["loss"], LATE_END),
+        (["loss", "raise"], None),
+        (["raise", "loss"], None),
+        (["loss", "raise", "exit"], LATE_END),
+        (["exit", "loss"], LATE_END),
+    ],
+)
+def test_a_process_that_waits_too_long_for_a_lost_one_is_ended(what_happens, reason):
+    """A loss after the error of an early end does not lead back."""
+    reasons, ended = [], threading.Event()
+
+    def end(why):
+        reasons.append(why)
+        ended.set()
+        threading.Event().wait()  # as a process that has ended, whose thread acts no more
+
+    supervisor = watch(0.2, end)
+    for event in what_happens:
+        supervisor.note_loss(LOSS) if event == "loss" else getattr(supervisor, f"note_{event}")()
+    assert ended.wait(60 if reason else 0.6) == bool(reason)
+    assert reasons == ([reason] if reason else [])
+    if "loss" not in what_happens:
+        return supervisor.raise_if_lost(needs_all=True)
+    with pytest.raises(ProcessLostError, match=re.escape(LOSS + AGAIN)):
+        supervisor.raise_if_lost()

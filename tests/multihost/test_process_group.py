@@ -15,8 +15,9 @@ from estimator.core._placement import Placement
 from estimator.multihost import _key_value_group
 from estimator.multihost._collective_call import collective_call, run_on_chief
 from estimator.multihost._key_value_group import KeyValueGroup, from_json, to_json
-from estimator.multihost._lost_process import LOST_PROCESS
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
+from estimator.multihost._supervisor import SUPERVISOR
+from estimator.runtime._uninterrupted import Work
 
 
 def test_a_single_process_exchanges_with_itself():
@@ -28,16 +29,15 @@ def test_a_single_process_exchanges_with_itself():
         assert group.finish_gather(second) == ["b"] and group.finish_gather(first) == ["a"]
         value = object()
         assert group.broadcast_from_chief(lambda: value) is value
-        assert group.gather_reports("hangs", 100) == []
         group.set_placement(Placement())  # need not span processes
 
 
 def test_flags_of_channels_are_their_own():
     group = SingleProcess()
     channel = group.channel("input")
-    assert not channel.is_flagged()
-    channel.flag()
-    assert channel.is_flagged() and not group.is_flagged()
+    assert channel.read_flag() is None
+    channel.flag("SIGINT")
+    assert (channel.read_flag(), group.read_flag()) == ("SIGINT", None)
 
 
 def test_what_process_0_does_alone_may_call_the_estimator_where_it_is_the_only_one(tmp_path):
@@ -67,32 +67,20 @@ class Client:
         self.looks += 1
         if self.looks > 1 and self.publishes:
             return to_json("the value")
-        LOST_PROCESS.last_ended = "process 0 (host a, pid 4711)"
+        SUPERVISOR.last_ended = "process 0 (host a, pid 4711)"
         raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: nothing yet")
 
     def key_value_dir_get(self, key):
         return []
 
 
-class Pending:
-    """A value that has not come."""
-
-    text = error = None
-
-    def __init__(self, key):
-        pass
-
-    def give_up(self):
-        pass
-
-
 @pytest.mark.parametrize("publishes", [True, False])
 def test_a_process_that_has_ended_in_order_is_missed_only_where_it_has_published_nothing(monkeypatch, publishes):
     client, now = Client(publishes), itertools.count(step=10.0)
-    monkeypatch.setattr(LOST_PROCESS, "last_ended", None)
-    monkeypatch.setattr(LOST_PROCESS, "loss", None)
+    monkeypatch.setattr(SUPERVISOR, "last_ended", None)
+    monkeypatch.setattr(SUPERVISOR, "loss", None)
     monkeypatch.setattr(_key_value_group, "connected_client", lambda: client)
-    monkeypatch.setattr(_key_value_group, "Awaited", Pending)
+    monkeypatch.setattr(SUPERVISOR, "ask", Work)  # which does not start
     monkeypatch.setattr(_key_value_group.time, "monotonic", lambda: next(now))
     group = KeyValueGroup("train()", SingleProcess())
     group.index, group.count = 1, 2

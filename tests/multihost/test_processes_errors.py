@@ -11,10 +11,7 @@ ERRORS = {
     "later shapes": ("ValueError", ALIKE + "features['x'] is float32[4,3] in process 0, float32[4,6] in process 1."),
     "evaluated shapes": ("ValueError", ALIKE + "features['x'] is float32[rows,3] in process 0, float32[rows,6] in"),
     "labels": ("ValueError", ALIKE + "labels is float32[4,1] in process 0, missing in process 1."),
-    "rows": (
-        "ValueError",
-        "features['ids'] is int32[4,2] in process 0, int32[2,2] in process 1. Each has to",
-    ),
+    "rows": ("ValueError", "features['ids'] is int32[4,2] in process 0, int32[2,2] in process 1. Each has to"),
     "later rows": ("ValueError", "and as many rows (`drop_remainder=True`)."),
     "odd rows": ("ValueError", "Batch size 3 needs to be divisible by the number of towers, which is 2."),
     "later odd rows": ("ValueError", "Batch size 3 needs to be divisible by the number of towers, which is 2 in each"),
@@ -29,10 +26,7 @@ ERRORS = {
         "All processes need the same hooks; process 0 has ['CheckpointSaverHook'], process 1 has [",
     ),
     "verbs": ("RuntimeError", "Process 0 called `train(steps=None, max_steps=None)`, process 1 `evaluate("),
-    "steps": (
-        "RuntimeError",
-        "Process 0 called `train(steps=2, max_steps=None)`, process 1 `train(steps=3, m",
-    ),
+    "steps": ("RuntimeError", "Process 0 called `train(steps=2, max_steps=None)`, process 1 `train(steps=3, m"),
     "nan": ("NanLossDuringTrainingError", "NaN loss during training, at step 4. "),
     "non-finite": ("NonFiniteGradientError", "in tower 2"),
     "empty": ("ValueError", "`evaluate` got no batch from input_fn."),

@@ -58,6 +58,10 @@ def test_process_0_alone_logs_and_has_the_hooks_of_the_chief(values, ended):
     ]
     assert len(lines[0]) > 20
     assert lines[1] == []
+    where = re.compile(r"INFO:absl:\d towers, \d in each of 2 processes, here on cpu:[\d-]+, \d+ rows = \d x \d+; .*")
+    first, *_ = filter(where.fullmatch, ended[0].lines)
+    assert first.endswith("; variables mirrored; 40 trained numbers in 3 variables"), first
+    assert not any(map(where.fullmatch, ended[1].lines))
 
 
 def test_neither_a_start_nor_a_save_compiles_programs_beside_the_steps(ended):

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from testing.cluster import shared_cluster
 from testing.estimators import saved_at, unfinished
-from testing.outcomes import merged, run, said
+from testing.outcomes import merged, run, said, said_by
 from testing.scenarios import team_lives as team
 from testing.scenarios import team_saves
 
 from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.storage._sealed_folder import SealedFolder
 
 KILL = "testing.scenarios.team_saves.train_until_killed"
 
@@ -121,7 +122,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_resumes(folde
             assert "the leader task" in lines.lower(), lines
         else:
             assert f"process {victim} (host " in lines and "has died" in lines, lines
-            assert (other.code == 76) or "estimator.multihost._lost_process.ProcessLostError: process" in lines
+            assert (other.code == 76) or "estimator.multihost._supervisor.ProcessLostError: process" in lines
         assert not any(os.path.exists(os.path.join(model_dir, name.removesuffix(".unfinished"))) for name, *_ in within)
         last, newest = newest, saved_at(model_dir)[-1]
         assert Checkpoint(f"{model_dir}/ckpt-{newest}").read_all(["*"])["global_step"] == newest
@@ -131,6 +132,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_resumes(folde
     assert unfinished(model_dir) == set()
 
 
+CODES = {signal.SIGTERM: 75, signal.SIGINT: -signal.SIGINT}  # with which they end
 TERMINATED = {  # what runs, which process is waited for and who gets the signal then, and the step that may be saved
     "all": ("train_until_terminated", (None, None), (1, "step 6"), (1, 0), range(6, 60)),
     "one, the other after its training": ("train_until_terminated", (None, 0), (1, "step 6"), (1,), range(6, 60)),
@@ -139,22 +141,23 @@ TERMINATED = {  # what runs, which process is waited for and who gets the signal
 }
 
 
+@pytest.mark.parametrize(("number", "code"), CODES.items())
 @pytest.mark.parametrize("case", TERMINATED)
-def test_sigterm_to_any_process_ends_all_with_a_checkpoint_of_the_same_step(tmp_path, case):
+def test_a_signal_to_any_process_ends_all_with_a_checkpoint_of_the_same_step(tmp_path, case, number, code):
     function, args, moment, who, steps = TERMINATED[case]
     cluster = shared_cluster()
     cluster.start(f"testing.scenarios.team_lives.{function}", str(tmp_path), *args)
     cluster.wait_for(*moment)
     for index in who:
-        cluster.kill(index, signal.SIGTERM)
+        cluster.kill(index, number)
     began = time.monotonic()
     ended = cluster.ended()
     assert time.monotonic() - began < 40  # on a busy machine; inputs block for 60
     for process in ended:
-        assert process.code == 75, "\n".join(process.lines)
+        assert process.code == code, "\n".join(process.lines)
     report, other = (said(process.lines)[-1] for process in ended)
     assert report == other and report["at"] in steps
-    assert (report["ended"], report["error"]) == ("SIGTERM", "NoneType")
+    assert (report["ended"], report["error"]) == (number.name, "NoneType")
     assert saved_at(tmp_path) == [0, report["at"]]
 
 
@@ -180,14 +183,14 @@ def test_processes_may_end_at_different_times(folder, slow):
     ended = shared_cluster().run("testing.scenarios.team_lives.end", str(folder), slow, processes=3)
     for process in ended:
         assert process.code == 0, "\n".join(process.lines)
-        assert not [line for line in process.lines if "rror" in line]
+        assert not [line for line in process.lines if re.search(r"\b[eE]rror|Error", line)]
     assert saved_at(os.path.join(folder, f"end-{slow}")) == [0, 2]
 
 
 def test_processes_may_disconnect_by_themselves_before_they_end():
     for process in shared_cluster().run("testing.scenarios.team_lives.disconnect"):
         assert process.code == 0, "\n".join(process.lines)
-        assert not [line for line in process.lines if "rror" in line]
+        assert not [line for line in process.lines if re.search(r"\b[eE]rror|Error", line)]
 
 
 def test_one_that_does_not_come_in_time_is_an_error_in_all(folder):
@@ -202,6 +205,35 @@ def test_one_that_does_not_come_in_time_is_an_error_in_all(folder):
     )
 
 
-def test_sigterm_before_the_first_step_ends_all(folder):
-    ended = shared_cluster().run("testing.scenarios.team_lives.terminate_one", str(folder))
-    assert [process.code for process in ended] == [75, 75]
+@pytest.mark.parametrize(("number", "code"), CODES.items())
+def test_a_signal_before_the_first_step_ends_all(folder, number, code):
+    ended = shared_cluster().run("testing.scenarios.team_lives.terminate_one", str(folder), int(number))
+    assert [process.code for process in ended] == [code, code]
+
+
+# Threads that write a checkpoint, all parts of it or none.
+
+
+def test_training_continues_while_processes_write(tmp_path):
+    """Nobody sees the checkpoint before the last of them has written its part."""
+    for rows in run("testing.scenarios.team_saves.train_while_it_writes", str(tmp_path)):
+        assert merged(rows) == {"seen": [[0]], "at_the_end": [0, 2, 4, 5], "threads": []}
+
+
+@pytest.mark.parametrize(("who", "where"), [(0, "own"), (1, "own"), (0, "for all")])
+def test_a_write_that_fails_in_one_is_an_error_in_all(tmp_path, who, where):
+    model_dir = tmp_path / "run"
+    ended = shared_cluster().run("testing.scenarios.team_saves.fail", str(model_dir), who, where)
+    assert all(any("ckpt-2 could not be written: " in line for line in each.lines) for each in ended)
+    rows = [merged(rows) for rows in said_by(ended)]
+    assert [each["threads"] for each in rows] == [[], []]
+    assert [each["at"] for each in rows] == [4, 4]  # where it was to save again
+    assert (rows[who]["error"][1], rows[who]["text"]) == ("OSError", "the disk is gone")
+    assert rows[1 - who]["error"][1] == "RuntimeError"
+    assert re.fullmatch(
+        rf"Process {who} failed in `train\(steps=None, max_steps=8\).*`: OSError: the disk is gone",
+        rows[1 - who]["text"],
+    )
+    assert saved_at(model_dir) == [0]
+    left = [name for name in os.listdir(model_dir) if "unfinished" in name]
+    assert all(SealedFolder(str(model_dir / name)).is_own() for name in left)  # the next save removes it

@@ -19,6 +19,7 @@ from estimator.multihost._replica_check import check_replicas
 DTYPES = "float32 bfloat16 float16 float8_e4m3fn complex64 int32 int16 uint8 int4 bool".split()
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bit_of_one_copy_is_detected_in_every_dtype(dtype):
@@ -97,14 +98,12 @@ def test_prng_keys_are_compared():
         check_replicas(1, variable=jax.random.wrap_key_data(wrong))
 
 
-# In training.
-
-
 def batches(n):
     x, y = regression(8)
     return lambda: [(x[0], y[0])] * n
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "changed", "steps_per_loop", "step"),
@@ -138,6 +137,7 @@ def checks(monkeypatch, estimator, *lengths):
     return seen
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "lengths", "expected"),

@@ -50,8 +50,7 @@ def test_evaluators_are_not_among_the_processes():
 
 @pytest.mark.covers("3 TF_CONFIG", "13 19 TF_CONFIG")
 @pytest.mark.parametrize(
-    "text",
-    [None, "", "{}", '{"task": {"type": "worker", "index": 0}}', '{"task": {"index": "0"}}', '{"cluster": {}}'],
+    "text", [None, "", "{}", '{"task": {"type": "worker", "index": 0}}', '{"task": {"index": "0"}}', '{"cluster": {}}']
 )
 def test_without_a_cluster_it_tells_of_no_others(text):
     assert read_tf_config(text) is None
@@ -158,10 +157,7 @@ def find(*arguments):
             OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "n:1"},
             ClusterSpec("n:1", 4, 3, "MPI (OMPI_COMM_WORLD_RANK)", None, 1),
         ),
-        (
-            {"PMI_RANK": 1, "PMI_SIZE": 2, "JAX_COORDINATOR_ADDRESS": "n:1"},
-            ClusterSpec("n:1", 2, 1, "MPI (PMI_RANK)"),
-        ),
+        ({"PMI_RANK": 1, "PMI_SIZE": 2, "JAX_COORDINATOR_ADDRESS": "n:1"}, ClusterSpec("n:1", 2, 1, "MPI (PMI_RANK)")),
         ({"PMI_RANK": 0, "PMI_SIZE": 1}, ClusterSpec(None, 1, 0, "MPI (PMI_RANK)")),
     ],
 )

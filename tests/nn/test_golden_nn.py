@@ -46,12 +46,14 @@ def assert_numbers(results, wanted):
         close(got, want)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_the_numbers_are_those_of_tensorflow(case):
     call, given = call_of(case)
     assert_numbers(call(given), case["results"])
 
 
+@pytest.mark.slow
 def test_towers_give_the_numbers_of_all_cases():
     """In one program; each tower has the arguments as its row of the batch."""
     calls, given = zip(*map(call_of, CASES), strict=True)

@@ -31,18 +31,90 @@ def test_a_conditional_random_field_sums_and_searches_all_sequences_of_tags(row)
     scores, length = SCORES[row], LENGTHS[row]
     all_tags = list(itertools.product(range(3), repeat=int(length)))
     every = np.array([score_of(scores, tags) for tags in all_tags])
-    best = all_tags[every.argmax()]
-    padded = jnp.array([[*best, *[0] * (4 - length)]])
+    padded = jnp.array([[*all_tags[every.argmax()], *[0] * (4 - length)]])
     likelihood, _ = est.nn.crf_log_likelihood(SCORES[None, row], padded, LENGTHS[None, row], TRANSITIONS)
     assert likelihood[0] == pytest.approx(every.max() - np.log(np.exp(every).sum()), abs=1e-5)
     tags, score = est.nn.crf_decode(SCORES[None, row], TRANSITIONS, LENGTHS[None, row])
     assert tags.tolist() == padded.tolist() and score[0] == pytest.approx(every.max(), abs=1e-5)
 
 
-def test_an_empty_sequence_is_certain():
+@pytest.mark.slow
+def test_an_empty_sequence_is_certain_and_has_no_tags():
     lengths = jnp.array([0, 4])
     likelihood, _ = est.nn.crf_log_likelihood(SCORES, jnp.zeros((2, 4), int), lengths, TRANSITIONS)
     assert likelihood[0] == 0 and likelihood[1] < 0
+    tags, scores = est.nn.crf_decode(jnp.ones((2, 4, 3)).at[0, 0, 1].set(9), TRANSITIONS, lengths)
+    assert not tags[0].any() and scores[0] == 0 < scores[1]
+
+
+@pytest.mark.quick
+def test_what_is_behind_the_end_of_a_sequence_may_be_anything():
+    lengths, tags = jnp.array([0, 2]), jnp.array([[9, -1, -1, -1], [1, 2, 9, -1]])
+
+    def likelihood(scores, transitions, tags):
+        return est.nn.crf_log_likelihood(scores, tags, lengths, transitions)[0].sum()
+
+    runs = est.nn.sequence_mask(lengths, 4)[..., None]
+    scores = jnp.where(runs, SCORES, jnp.nan)
+    got = jax.value_and_grad(likelihood, (0, 1))(scores, TRANSITIONS, tags)
+    want = jax.value_and_grad(likelihood, (0, 1))(jnp.asarray(SCORES), TRANSITIONS, jnp.where(runs[..., 0], tags, 0))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    decoded = [est.nn.crf_decode(given, TRANSITIONS, lengths) for given in (scores, SCORES)]
+    jax.tree.map(np.testing.assert_array_equal, *decoded)
+
+
+@pytest.mark.parametrize("wrong", [-1, 3])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8])
+def test_a_tag_out_of_range_gives_nan(wrong, dtype):
+    tags = jnp.array([[0, wrong, 1, 1], [0, 1, 1, 1]], dtype)
+    assert jnp.isnan(est.nn.crf_log_likelihood(SCORES, tags, LENGTHS, TRANSITIONS)[0]).tolist() == [True, False]
+
+
+def test_scores_of_half_precision_are_taken_with_transitions_of_float32():
+    scores = jnp.asarray(SCORES, jnp.bfloat16)
+    got, want = (est.nn.crf_decode(x, TRANSITIONS, LENGTHS) for x in (scores, scores.astype(jnp.float32)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("batch, steps", [(0, 4), (2, 0), (0, 0)])
+def test_no_rows_and_no_steps_are_no_error(batch, steps):
+    scores, tags, lengths = jnp.zeros((batch, steps, 3)), jnp.zeros((batch, steps), int), jnp.zeros(batch, int)
+    likelihood, _ = est.nn.crf_log_likelihood(scores, tags, lengths, TRANSITIONS)
+    decoded, score = est.nn.crf_decode(scores, TRANSITIONS, lengths)
+    assert likelihood.tolist() == score.tolist() == [0] * batch and decoded.shape == (batch, steps)
+    assert est.nn.sequence_loss(scores, tags, jnp.zeros((batch, steps))) == 0
+    assert est.nn.sequence_mask(lengths).shape == (batch, 0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("function", ["sparse", "own"])
+def test_a_step_of_weight_zero_is_absent(function):
+    own = {} if function == "sparse" else {"softmax_loss_function": lambda labels, logits: (logits**2).sum(-1)}
+    weights, targets = jnp.array([[1.0, 0], [2, 1], [0, 0]]), jnp.array([[1, 1], [2, 1], [1, 1]])
+
+    def loss(logits, targets):
+        return est.nn.sequence_loss(logits, targets, weights, **own)
+
+    logits = jnp.asarray(RNG.normal(size=(3, 2, 3)), jnp.float32)
+    wanted, gradient = jax.value_and_grad(loss)(logits, targets)
+    bad = jnp.where(weights[..., None] == 0, jnp.inf, logits)
+    got = jax.value_and_grad(loss)(bad, jnp.where(weights == 0, -1, targets))
+    jax.tree.map(np.testing.assert_array_equal, got, (wanted, gradient))
+
+
+def test_a_row_of_weight_zero_has_no_moments():
+    x, weights = jnp.array([1.0, jnp.nan, 3.0, jnp.inf]), jnp.array([3.0, 0, 1, 0])
+    assert [moment.item() for moment in est.nn.weighted_moments(x, 0, weights)] == [1.5, 0.75]
+    gradient = jax.grad(lambda x: est.nn.weighted_moments(x, 0, weights)[1])(x)
+    assert jnp.isfinite(gradient).all() and not gradient[1]
+
+
+def test_of_zeros_whatever_their_sign_the_first_is_in_the_top_k():
+    values, indices = jax.jit(est.nn.top_k, static_argnums=1)(jnp.array([-1.0, -0.0, 0.0]), 2)
+    assert indices.tolist() == [1, 2] and jnp.signbit(values).tolist() == [True, False]
+    gradient = jax.grad(lambda x: est.nn.top_k(x, 2).values @ jnp.array([1.0, 2.0]))(jnp.array([-1.0, -0.0, 0.0]))
+    assert gradient.tolist() == [0, 1, 2]
 
 
 def tagger(features, labels, mode):
@@ -102,6 +174,7 @@ def test_a_mask_without_a_length_is_as_long_as_the_longest():
     assert est.nn.sequence_mask(jnp.array([[2], [0]])).tolist() == [[[True, True]], [[False, False]]]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_lengths_may_be_integers_of_any_size_under_x64(dtype):
     with jax.enable_x64(True):
@@ -114,8 +187,7 @@ def test_lengths_may_be_integers_of_any_size_under_x64(dtype):
 
 
 def test_moments_of_half_precision_are_computed_in_float32():
-    x = jnp.full((4096,), 300.0, jnp.float16)
-    mean, variance = est.nn.moments(x, [0], keep_dims=True)
+    mean, variance = est.nn.moments(jnp.full((4096,), 300.0, jnp.float16), [0], keep_dims=True)
     assert (mean.dtype, mean.shape, mean[0], variance[0]) == (jnp.float16, (1,), 300, 0)
 
 
@@ -140,7 +212,18 @@ REFUSED = {
         (lambda: jax.jit(est.nn.sequence_mask)(jnp.ones(2, int)), r"needs `maxlen` here.*`maxlen=x.shape\[1\]`"),
         (lambda: est.nn.sequence_loss(X, X, X), r"logits of shape \[batch, steps, classes\], .* got shapes \(2, 3\)"),
         (lambda: est.nn.crf_decode(X, X, X), r"scores of shape \[batch, steps, tags\]"),
-        (lambda: est.nn.crf_log_likelihood(X[None], X, jnp.ones(1, int), X), r"needs tags of shape \(1, 2\)"),
+        (
+            lambda: est.nn.crf_log_likelihood(X[None], jnp.ones((2, 3), int), jnp.ones(1, int), X),
+            r"needs tags of shape \(1, 2\)",
+        ),
+        (
+            lambda: est.nn.crf_log_likelihood(X[None], jnp.ones((1, 2), int), jnp.ones(1, int), jnp.ones((4, 4))),
+            r"`est.nn.crf_log_likelihood` needs transitions of shape \(3, 3\) for scores of shape \(1, 2, 3\); got sh",
+        ),
+        (
+            lambda: est.nn.crf_decode(X[None], jnp.ones((1, 1)), jnp.ones(1, int)),
+            r"`est.nn.crf_decode` needs transitions of shape \(3, 3\)",
+        ),
     ],
     TypeError: [
         (
@@ -148,6 +231,14 @@ REFUSED = {
             "needs integers as `labels`",
         ),
         (lambda: est.nn.in_top_k(X, X[:, 0], 1), "needs integers as `targets`; got float32"),
+        (
+            lambda: est.nn.crf_log_likelihood(X[None], jnp.ones((1, 2)), jnp.ones(1, int), jnp.ones((3, 3))),
+            "`est.nn.crf_log_likelihood` needs integers as tags; got float32",
+        ),
+        (
+            lambda: est.nn.crf_decode(X[None], jnp.ones((3, 3)), jnp.ones(1)),
+            "`est.nn.crf_decode` needs integers as lengths; got float32",
+        ),
         (lambda: est.nn.sequence_mask(X), "needs integers as `lengths`"),
         (lambda: jax.jit(est.nn.sequence_mask)(jnp.ones(2, int), 3), "needs an int as `maxlen`; got a value of the"),
     ],

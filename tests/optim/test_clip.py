@@ -5,22 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus
+from testing.model_fns import minimizing, zeros
+from testing.towers import cpus, one_step
 
 import estimator as est
-from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate import BlockSync, VariableDistribution, replicate_model_fn
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32) * 10
 Y = X.sum(1)
 
 
 def model_fn_with(optimizer, **options):
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
-        b = est.get_variable("b", (), initializer=jax.nn.initializers.zeros)
-        loss = jnp.mean((features @ w + b - labels) ** 2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer, **options).minimize(loss))
-
+    model_fn = minimizing(lambda x, y: jnp.mean((x @ zeros("w", (3,)) + zeros("b") - y) ** 2), optimizer, **options)
     return model_fn
 
 
@@ -37,17 +33,19 @@ def clipped_by_hand(steps, max_norm):
     return params, norms
 
 
-@pytest.mark.parametrize("max_norm", [1.0, 1e6, None])
+PLACES = [
+    (1, {}, {}),
+    (4, {}, {}),
+    (2, {"accumulate_steps": 2}, {}),
+    (2, {"loss_scale": est.DynamicLossScale(2.0**10)}, {}),
+    (4, {}, {"variable_distribution": VariableDistribution.SHARDED}),
+    (2, {}, {"variable_distribution": VariableDistribution.SHARED_ROUND_ROBIN}),
+]
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
-    "towers, options, where",
-    [
-        (1, {}, {}),
-        (4, {}, {}),
-        (2, {"accumulate_steps": 2}, {}),
-        (2, {"loss_scale": est.DynamicLossScale(2.0**10)}, {}),
-        (4, {}, {"variable_distribution": VariableDistribution.SHARDED}),
-        (2, {}, {"variable_distribution": VariableDistribution.SHARED_ROUND_ROBIN}),
-    ],
+    "max_norm, towers, options, where", [*((1.0, *place) for place in PLACES), (1e6, *PLACES[1]), (None, *PLACES[4])]
 )
 def test_the_norm_is_of_the_gradients_of_the_whole_batch(max_norm, towers, options, where):
     optimizer = optax.chain(est.clip_by_global_norm(max_norm), optax.sgd(0.1))
@@ -89,8 +87,7 @@ def test_the_norm_of_looked_up_rows_is_the_norm_of_the_table(messages):
             loss = jnp.mean((10 * rows @ w - labels[:, None]) ** 2)
             return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optimizer).minimize(loss))
 
-        model = est.transform(model_fn)
-        state, spec = model.train_step(model.init(jax.random.key(0), ids, y), ids, y)
+        state, spec = one_step(model_fn, ids, y)
         results.append((state.variables, spec.train_op.gradient_norms))
     assert results[0][1] == results[1][1] and results[0][1]["optimizer"] > 1
     for variables, _ in results[1:]:
@@ -135,7 +132,7 @@ def test_a_call_as_in_tensorflow_says_what_to_write():
         est.clip_by_global_norm([jnp.ones(2)], 5.0)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 def test_the_log_and_summaries_show_it_beside_the_loss(tmp_path, messages):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
@@ -145,8 +142,7 @@ def test_the_log_and_summaries_show_it_beside_the_loss(tmp_path, messages):
         return est.EstimatorSpec(mode, loss=losses["a"], train_op=est.group(*train_ops))
 
     config = est.RunConfig(log_step_count_steps=1, save_summary_steps=1)
-    estimator = est.Estimator(model_fn, str(tmp_path), config)
-    estimator.train(lambda: iter([(X, Y)] * 3), steps=3)
+    est.Estimator(model_fn, str(tmp_path), config).train(lambda: iter([(X, Y)] * 3), steps=3)
     norm = 2 * np.linalg.norm(X.T @ Y) / len(X)  # of a, whose residuals are the labels in the first step
     first = next(message for message in messages() if message.startswith("loss ="))
     assert f"gradient_norm/a = {norm:.3f}"[:-1] in first and "gradient_norm/b = " in first

@@ -8,10 +8,12 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import make
+from testing.model_fns import minimizing
 from testing.towers import FOUR, assert_close, bits, cpus, mlp_model_fn, regression, replicate, started
 
 import estimator as est
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate.cross_tower_ops import AllReduce
 
 ROWS = np.ones((8, 3), np.float32) * np.array([0, 1, 2], np.float32)
 W = np.array([-0.0, 1.0, 2.0], np.float32)
@@ -26,16 +28,13 @@ def with_row(row, value):
 def linear(loss_scale, optimizer=optax.adam):
     """The gradient of a tower is the mean of its rows; "seen" is the sum of all it saw."""
 
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w = est.get_variable("w", lambda key: jnp.array(W))
         est.get_variable("seen", (3,), initializer=jax.nn.initializers.zeros, trainable=False)
         est.assign_add("seen", features.sum(0))
-        loss = jnp.mean(features @ w)
-        return est.EstimatorSpec(
-            mode, loss=loss, train_op=TowerOptimizer(optimizer(0.1), loss_scale=loss_scale).minimize(loss)
-        )
+        return jnp.mean(features @ w)
 
-    return model_fn
+    return minimizing(loss_of, optimizer(0.1), loss_scale=loss_scale)
 
 
 def trained(model_fn, *batches):
@@ -73,13 +72,11 @@ def test_a_loss_scale_changes_no_bit_in_float32(towers):
     assert (slots.scale, slots.good_steps) == (2.0**17, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("towers, bad_row", [(None, 0), (1, 3), (2, 4), (8, 5)])
-@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.quick
+@pytest.mark.parametrize("towers, bad_row, value", [(None, 0, np.inf), (1, 3, np.nan), (2, 4, np.nan), (8, 5, np.inf)])
 @pytest.mark.usefixtures("users_compiler")
 def test_an_update_that_is_not_finite_is_skipped(towers, bad_row, value):
-    model_fn = linear(est.DynamicLossScale(initial_scale=8.0))
-    model, state = started(replicate(model_fn, towers), ROWS)
+    model, state = started(replicate(linear(est.DynamicLossScale(initial_scale=8.0)), towers), ROWS)
     before, _ = model.train_step(state, ROWS)
     before = before._replace(variables={**before.variables, "w": jnp.array(W)})  # with its -0.0
     after, _ = model.train_step(before, with_row(bad_row, value))
@@ -94,15 +91,22 @@ def test_an_update_that_is_not_finite_is_skipped(towers, bad_row, value):
     assert bits(resumed.variables) == bits(want.variables)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("distribution", list(VariableDistribution)[1:])
-def test_wherever_the_variables_live(distribution):
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "where",
+    [
+        *({"variable_distribution": distribution} for distribution in list(VariableDistribution)[1:]),
+        {"cross_tower_ops": AllReduce("recursive_halving_doubling", compress_dtype=jnp.bfloat16)},
+    ],
+    ids=[*list(VariableDistribution)[1:], "compressed"],
+)
+def test_wherever_the_variables_live(where):
     def run(**where):
         model_fn = linear(est.DynamicLossScale(initial_scale=8.0), optax.sgd)
         bad = with_row(5, np.inf)
         return trained(replicate_model_fn(model_fn, devices=cpus(4), **where), np.stack([ROWS, bad, ROWS]))
 
-    (state, spec), (want_state, want) = run(variable_distribution=distribution), run()
+    (state, spec), (want_state, want) = run(**where), run()
     assert want_state.slots["optimizer"].scale == 4.0
     assert_close(
         (state.variables, state.slots, spec.loss[::2]), (want_state.variables, want_state.slots, want.loss[::2])
@@ -122,6 +126,7 @@ def test_the_factor_is_the_users_and_the_scale_stays_finite():
     assert scales(linear(loss_scale), [small, with_row(0, np.nan), small]) == [2.0**126, 2.0**124, 2.0**126]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 2, 8])
 def test_compute_gradients_are_unscaled(towers):
     def model_fn(features, labels, mode):
@@ -177,16 +182,15 @@ def test_a_gradient_with_a_loss_scale_is_applied_by_its_optimizer_alone(scale_of
 
 
 def half_precision(dtype, loss_scale):
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
         outputs = w.astype(dtype) * features.astype(dtype)
-        loss = 1e-8 * jnp.mean(outputs, dtype=jnp.float32)
-        train_op = TowerOptimizer(optax.sgd(1e7), loss_scale=loss_scale).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return 1e-8 * jnp.mean(outputs, dtype=jnp.float32)
 
-    return model_fn
+    return minimizing(loss_of, optax.sgd(1e7), loss_scale=loss_scale)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 2, 8])
 def test_gradients_that_vanish_in_float16_come_through_with_a_scale(towers):
     rows = np.ones((1, 8), np.float32)

@@ -1,11 +1,13 @@
 """What an optimizer may be given: losses, variables, gradients, and the arguments of TensorFlow."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.model_fns import run
+from testing.model_fns import minimizing, ones, run
 from testing.towers import replicate, started
 
 import estimator as est
@@ -38,7 +40,7 @@ def test_var_list_and_none_leave_the_others_as_they_are():
     ("given", "error", "message"),
     [
         ("a", TypeError, r"var_list must be a list of names; write \['a'\]"),
-        ([], ValueError, "got no variables to optimize"),
+        ([], ValueError, r"got no variables to optimize; .* `est.flax_module\(net, \"net\"\)`. Weights that"),
         (["a", "x"], ValueError, r"cannot optimize \['x'\]; .* are \['a', 'b'\]"),
         (["fixed"], ValueError, r"cannot optimize \['fixed'\]; the"),
     ],
@@ -69,11 +71,58 @@ def test_bad_losses_are_errors(loss):
         run(body)
 
 
+NO_GRADIENTS = "No gradients provided for any variable: "
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda w: jnp.mean(jnp.argmax(jnp.stack([w, -w])) == 0).astype(jnp.float32), "depends on none of ['a', 'b']"),
+        (jax.lax.stop_gradient, "depends on none of ['a', 'b']"),
+        (lambda w: jnp.float32(3), "depends on none of ['a', 'b']"),
+        (lambda w: w.astype(jnp.int32).astype(jnp.float32), "depends on none of ['a', 'b']"),
+        (lambda w: w.astype(jnp.int32), "`Optimizer.minimize` got a loss of dtype int32, which has no derivative"),
+        (lambda w: jnp.bool_(True), "`Optimizer.minimize` got a loss of dtype bool, which has no derivative"),
+    ],
+)
+def test_a_loss_that_depends_on_no_variable_is_an_error(loss, message):
+    def body():
+        return est.Optimizer(optax.sgd(1.0)).minimize(loss(two_variables()))
+
+    def compute():
+        optimizer = est.Optimizer(optax.sgd(1.0))
+        return optimizer.apply_gradients(optimizer.compute_gradients(loss(two_variables())))
+
+    with pytest.raises(ValueError, match=re.escape(NO_GRADIENTS) + f".*{re.escape(message)}.*The usual causes: a loss"):
+        run(body)
+    with pytest.raises(ValueError, match=re.escape(NO_GRADIENTS) + ".*`Optimizer.*The usual causes: a loss"):
+        run(compute)
+
+
+def test_a_var_list_without_what_the_loss_uses_is_an_error():
+    def body():
+        two_variables()
+        return est.Optimizer(optax.sgd(1.0), "mine").minimize(est.read_variable("a") ** 2, var_list=["b"])
+
+    with pytest.raises(ValueError, match=r"\(optimizer 'mine'\) depends on none of \['b'\]"):
+        run(body)
+
+
+def test_a_complex_loss_is_an_error_that_names_it():
+    def body():
+        return est.Optimizer(optax.sgd(1.0)).minimize(two_variables().astype(jnp.complex64))
+
+    with pytest.raises(TypeError, match=r"`Optimizer.minimize` needs a real loss; got complex64. Write `loss.real`"):
+        run(body)
+    with pytest.raises(TypeError, match=r"loss must be real, given: .*complex64"):
+        est.EstimatorSpec("eval", loss=jnp.complex64(1))
+
+
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ([], "got no gradient for any variable"),
-        ([(None, "a"), (None, "b")], "got no gradient for any variable; every one is None"),
+        ([], r"got None for all of \[\]"),
+        ([(None, "a"), (None, "b")], r"got None for all of \['a', 'b'\]. The usual causes: a loss made of `argmax`"),
         ([(jnp.ones(()), "a"), (jnp.ones(()), "a")], "got the variable 'a' twice"),
         ([(jnp.ones(3), "b")], r"the gradient of 'b' must have .*, \(2,\); got \(3,\)"),
         ([({"x": jnp.ones(2)}, "b")], "the gradient of 'b' must have the variable's structure"),
@@ -130,6 +179,55 @@ def test_arguments_of_tensorflow_are_errors_that_say_what_to_write(call, message
         run(body, mode)
 
 
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5),
+            ValueError,
+            "`optax.lookahead` needs each variable as a pair",
+        ),
+        (
+            lambda: optax.chain(optax.monitor({"n": optax.tree.norm})),
+            ValueError,
+            "`optax.monitor` adds its measurements",
+        ),
+        (lambda: optax.contrib.dpsgd(0.1, 1.0, 0.1, 0), ValueError, "need a gradient of each example"),
+        (
+            lambda: optax.sgd,
+            TypeError,
+            r"`sgd` needs \['learning_rate'\]. .*, or `Optimizer\(sgd, learning_rate=0.1\)`",
+        ),
+        (lambda: lambda rate: optax.sgd(rate), TypeError, r"`<lambda>` needs \['rate'\]"),
+        (
+            lambda: optax.GradientTransformation(lambda p: {"n": jnp.zeros(())}, lambda g, s, p=None: (g, {})),
+            ValueError,
+            r"'optimizer' changes the structure of its slots.*: \[\"\['n'\]\"\] is of other shapes",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_optimizers_that_do_not_work_here_say_what_they_need(make, error, message):
+    with pytest.raises(error, match=message):
+        run(lambda: est.Optimizer(make()).minimize(two_variables()))
+
+
+def test_slots_keep_their_dtypes(tmp_path):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), jnp.bfloat16, jax.nn.initializers.ones)
+        loss = jnp.mean((w.astype(jnp.float32) * est.get_variable("v", ()) * features) ** 2)
+        optimizer = est.Optimizer(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9))
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+
+    x = np.ones(2, np.float32)
+    model, state = started(model_fn, x)
+    after, _ = model.train_step(state, x)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+    after, _ = model.train_loop(after, [(x, None)] * 2)
+    assert after.slots["optimizer"].inner_state[0].trace["w"].dtype == jnp.bfloat16
+    est.Estimator(model_fn, tmp_path).train(lambda: [(x, None)] * 8, steps=8)
+
+
 def test_a_bare_optax_transformation_is_an_error_with_the_line_to_write():
     with pytest.raises(TypeError, match=r"Write `est\.group\(est\.Optimizer\(optimizer\)\.minimize"):
         est.group(optax.sgd(0.1))
@@ -143,6 +241,7 @@ def test_a_bare_optax_transformation_is_an_error_with_the_line_to_write():
         run(body)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("method", ["minimize", "apply_gradients"])
 def test_a_complex_variable_moves_downhill_as_in_tensorflow(towers, method):
@@ -165,11 +264,7 @@ def test_a_complex_variable_moves_downhill_as_in_tensorflow(towers, method):
 
 @pytest.mark.parametrize("towers", [1, 3])
 def test_a_loss_in_bfloat16_has_the_gradient_of_one_batch(towers):
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss = jnp.mean(w * features).astype(jnp.bfloat16)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(1.0)).minimize(loss))
-
+    model_fn = minimizing(lambda x, y: jnp.mean(ones("w") * x).astype(jnp.bfloat16), optax.sgd(1.0))
     x = np.arange(6, dtype=np.float32)
     model, state = started(replicate(model_fn, towers), x)
     state, _ = model.train_step(state, x)

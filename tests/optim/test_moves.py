@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus
+from testing.towers import cpus, started
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -44,16 +44,14 @@ def projected_gradient_descent(w, steps):
 
 @pytest.mark.parametrize("towers", [1, 4])
 def test_variables_move_after_the_updates_on_any_number_of_towers(towers):
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(towers)))
-    state = model.init(jax.random.key(0), X, Y)
+    model, state = started(replicate_model_fn(model_fn, devices=cpus(towers)), X, Y)
     for _ in range(3):
         state, _ = model.train_step(state, X, Y)
     np.testing.assert_allclose(state.variables["w"], projected_gradient_descent(jnp.ones(3), 3), rtol=1e-5)
 
 
 def test_a_step_that_is_skipped_moves_nothing():
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(2), on_nan="skip"))
-    state = model.init(jax.random.key(0), X, Y)
+    model, state = started(replicate_model_fn(model_fn, devices=cpus(2), on_nan="skip"), X, Y)
     after, spec = model.train_step(state, X, np.full_like(Y, np.nan))
     assert spec.train_op.skipped
     np.testing.assert_array_equal(after.variables["w"], np.ones(3))

@@ -110,11 +110,10 @@ def test_averages_match_tensorflow(decay, counts):
 PLACEMENTS = [{"variable_distribution": each} for each in VariableDistribution] + [{"devices_per_tower": 2}]
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("options", PLACEMENTS, ids=str)
 def test_they_are_the_same_on_four_towers_wherever_variables_are(want, options):
-    replicated = replicate_model_fn(model_of(), devices=cpus(4), **options)
-    model, state = trained(replicated)
+    model, state = trained(replicate_model_fn(model_of(), devices=cpus(4), **options))
     assert_averages(state, want, atol=2e-5)
     for name, array in state.variables.items():
         if name.endswith(END) and options.get("variable_distribution") == VariableDistribution.SHARDED:
@@ -149,6 +148,7 @@ def test_a_loop_of_steps_and_micro_batches_change_nothing(want):
         assert_averages(state, slower, atol=2e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 4])
 def test_num_updates_makes_them_faster_in_the_beginning(towers):
     model_fn = model_of(lambda: est.ExponentialMovingAverage(0.15, num_updates=est.global_step(), zero_debias=True))
@@ -189,14 +189,11 @@ def test_with_block_sync_they_follow_the_global_variables():
         assert not np.allclose(state.variables[name], state.variables[name.removesuffix(f"/{END}")], atol=1e-4)
 
 
-# Where they are read.
-
-
 def evaluating(**kwargs):
     return model_of(lambda: est.ExponentialMovingAverage(0.8, eval_with_averages=True), **kwargs)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [0, 1, 4])
 def test_evaluation_and_prediction_read_them_in_place_of_the_variables(want, towers):
     model_fn = replicate_model_fn(evaluating(), devices=cpus(towers)) if towers else evaluating()
@@ -209,8 +206,7 @@ def test_evaluation_and_prediction_read_them_in_place_of_the_variables(want, tow
     for rows in (8, 7):  # of which seven do not divide by the towers
         predictions = model.predict_step(state, X[0][:rows]).predictions
         np.testing.assert_allclose(predictions, spec.predictions[:rows], atol=1e-4)
-    raw = plain.eval_step(state, *BATCHES[0])
-    assert abs(raw.loss - spec.loss) > 1e-2
+    assert abs(plain.eval_step(state, *BATCHES[0]).loss - spec.loss) > 1e-2
 
 
 @pytest.mark.slow
@@ -304,6 +300,7 @@ def test_averages_of_a_pytree_are_a_pytree():
     }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("num_updates", [None, 10**6])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_average_of_a_constant_is_that_constant_in_any_dtype(dtype, num_updates):
@@ -327,9 +324,7 @@ def test_the_average_of_a_constant_is_that_constant_in_any_dtype(dtype, num_upda
     np.testing.assert_allclose(predictions["rises"], 0.1813, rtol=0.01)
 
 
-# How they begin.
-
-
+@pytest.mark.slow
 def test_they_begin_as_the_values_of_a_warm_start_and_of_init_from_checkpoint(tmp_path):
     np.savez(tmp_path / "a.npz", **{"net/hidden/kernel": np.full((4, 8), 3.0)})
     settings = est.WarmStartSettings(tmp_path / "a.npz", "net/hidden/kernel")
@@ -346,6 +341,7 @@ def test_they_begin_as_the_values_of_a_warm_start_and_of_init_from_checkpoint(tm
     np.testing.assert_array_equal(state.variables[f"net/hidden/kernel/{END}"], np.full((4, 8), 3.0))
 
 
+@pytest.mark.slow
 def test_variables_begin_as_averages_by_variables_to_restore(tmp_path):
     est.Estimator(model_of(), tmp_path).train(lambda: BATCHES)
 
@@ -359,9 +355,6 @@ def test_variables_begin_as_averages_by_variables_to_restore(tmp_path):
     state = est.transform(model_fn).init(jax.random.key(1), X[0], mode="infer")
     for name, value in state.variables.items():
         np.testing.assert_array_equal(value, est.load_variable(tmp_path, f"{name}/{END}"))
-
-
-# Errors.
 
 
 def test_a_train_op_without_its_half_is_an_error():

@@ -47,6 +47,7 @@ PLAIN = [0.1, 0.29, 0.661, 1.3949, 2.85541]
 DEBIASED = [0.1 / 0.1, 0.29 / 0.19, 0.661 / 0.271, 1.3949 / 0.3439, 2.85541 / 0.40951]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [0, 1, 4])
 @pytest.mark.parametrize(("zero_debias", "want"), [(False, PLAIN), (True, DEBIASED)])
 def test_the_average_of_a_loss_is_tensorflows_on_any_number_of_towers(zero_debias, want, towers):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import make
+from testing.model_fns import minimizing, ones
 from testing.towers import assert_close, bits, cpus
 
 import estimator as est
@@ -57,8 +58,7 @@ def message(variable, tower, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers, row, tower", [(1, 3, 0), (2, 5, 1), (8, 5, 5)])
-@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("towers, row, tower, value", [(1, 3, 0, np.inf), (2, 5, 1, np.nan), (8, 5, 5, np.inf)])
 @pytest.mark.usefixtures("users_compiler")
 def test_a_skipped_step_changes_no_bit(towers, row, tower, value):
     model, state = started(towers, "skip")
@@ -106,10 +106,15 @@ def test_a_loop_skips_its_bad_steps_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distribution", list(VariableDistribution)[1:])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *({"variable_distribution": distribution} for distribution in list(VariableDistribution)[1:]),
+        {"cross_tower_ops": AllReduce("ring")},
+    ],
+)
 @pytest.mark.usefixtures("users_compiler")
-def test_wherever_the_variables_live(distribution, tmp_path):
-    where = {"variable_distribution": distribution}
+def test_wherever_the_variables_live(where, tmp_path):
     model, state = started(8, "skip", **where)
     after, spec = model.train_loop(state, (np.stack([ROWS, with_row(5, np.nan)]), None))
     np.testing.assert_array_equal(spec.train_op.skipped, [False, True])
@@ -155,12 +160,7 @@ def test_under_an_outer_jit_raise_skips_and_leaves_the_check_to_the_caller():
 
 
 def test_the_first_tower_and_its_first_variable_are_named():
-    def fn(features, labels, mode):
-        b = est.get_variable("b", (), initializer=jax.nn.initializers.ones)
-        a = est.get_variable("a", (), initializer=jax.nn.initializers.ones)
-        loss = jnp.mean(a * features[:, 0] + b * features[:, 1])
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
-
+    fn = minimizing(lambda x, y: jnp.mean(ones("b") * x[:, 1] + ones("a") * x[:, 0]))
     rows = ROWS.copy()
     rows[4, 1] = rows[6, 0] = rows[6, 1] = np.nan
     model, state = started(4, "raise", fn)
@@ -171,6 +171,7 @@ def test_the_first_tower_and_its_first_variable_are_named():
         model.train_step(state, rows)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 4])
 def test_one_of_several_optimizers_is_enough(towers):
     def fn(features, labels, mode):
@@ -189,6 +190,7 @@ def test_one_of_several_optimizers_is_enough(towers):
     assert sorted(after.variables)[after.slots["on_nan"].variable] == "b"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 8])
 def test_what_is_summed_counts_and_not_what_was_computed(towers):
     def fn(features, labels, mode, cure=False):
@@ -241,6 +243,7 @@ def test_a_wrapper_around_the_replicated_model_fn_is_kept_out_too():
     assert model.train_step(after, ROWS)[0].variables["extra"] < 0.51
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers, parts", [(8, 1), (2, 4)])
 def test_a_loss_scale_shrinks_in_a_skipped_step(towers, parts):
     """With micro-batches too: what a tower gives to the sum is the sum of theirs."""
@@ -302,6 +305,7 @@ def operations(on_nan, towers):
     return len(re.findall(r" all-reduce(?:-start)?\(", text)), text.count("is-finite")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 4])
 def test_nothing_is_looked_for_unless_it_is_asked_for(towers):
     (sums, looks), (sums_watched, looks_watched) = operations(None, towers), operations("skip", towers)
@@ -310,15 +314,12 @@ def test_nothing_is_looked_for_unless_it_is_asked_for(towers):
     assert sums_watched == sums, "The flags go with the gradients."
 
 
-# In an Estimator.
-
-
 def train(tmp_path, on_nan, batches, towers=8, **config):
-    estimator = make(tmp_path, replicate(towers, on_nan), **config)
-    return estimator.train(lambda: batches)
+    return make(tmp_path, replicate(towers, on_nan), **config).train(lambda: batches)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_steps")
 @pytest.mark.parametrize("config", [{}, {"steps_per_loop": 3}])
 def test_skipping_continues_and_is_logged_once_per_look(tmp_path, messages, config):
     batches = [with_row(5, np.nan) if i in (4, 5, 7) else ROWS for i in range(12)]
@@ -367,9 +368,6 @@ def test_on_nan_can_be_switched_on_and_off_in_one_model_dir(tmp_path):
     assert "on_nan/skipped" not in estimator.get_variable_names()
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize("on_nan", ["foo", True, "", 0])
 def test_an_unknown_on_nan(on_nan):
     with pytest.raises(ValueError, match=re.escape(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')):
@@ -400,11 +398,7 @@ def test_a_state_that_does_not_count():
 
 
 def test_an_optimizer_of_the_same_name():
-    def fn(features, labels, mode):
-        w = est.get_variable("w", lambda key: jnp.array(W))
-        loss = jnp.mean(features @ w)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1), "on_nan").minimize(loss))
-
+    fn = minimizing(lambda x, y: jnp.mean(x @ ones("w", (3,))), optax.adam(0.1), name="on_nan")
     _, state = started(2, "skip", fn)
     assert sorted(state.slots) == ["on_nan", "on_nan_1"]
     assert sorted(started(2, None, fn)[1].slots) == ["on_nan"]

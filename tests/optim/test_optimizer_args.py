@@ -107,11 +107,10 @@ CASES = [(name, *[(2, "sum"), (4, "mean")][i % 2]) for i, name in enumerate(OPTI
 CASES += [("sam", towers, "mean") for towers in (None, 1, 8)]
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("name, towers, reduction", CASES)
 def test_every_argument_matches_the_whole_batch(name, towers, reduction):
-    model_fn = model_fn_of(OPTIMIZERS[name][0](), reduction)
-    model = est.transform(replicate(model_fn, towers, reduction))
+    model = est.transform(replicate(model_fn_of(OPTIMIZERS[name][0](), reduction), towers, reduction))
     x, y = regression(8, steps=STEPS)
     trace, slots = by_hand(name, reduction)
     state = model.init(jax.random.key(0), x[0], y[0])
@@ -121,6 +120,7 @@ def test_every_argument_matches_the_whole_batch(name, towers, reduction):
     assert_close(jax.tree.leaves(state.slots), jax.tree.leaves(slots), rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["backtracking", "sam"])
 def test_in_a_loop_of_several_steps(name):
     x, y = regression(8, steps=STEPS)
@@ -129,6 +129,7 @@ def test_in_a_loop_of_several_steps(name):
     assert_close(state.variables, by_hand(name, "mean")[0][-1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_through_the_estimator(tmp_path):
     x, y = regression(8, steps=STEPS)
     batches = list(zip(x, y, strict=True))
@@ -159,9 +160,6 @@ def test_on_some_of_the_variables(group):
     got = trained(replicate(model_fn_of(optimizer, "mean"), 2))
     assert_close(got["w"], trained(model_fn_of(inner, "mean", only_w))["w"])
     assert_close(got["v"], trained(model_fn_of(optax.sgd(0.1), "mean"))["v"])
-
-
-# Several optimizers.
 
 
 @pytest.mark.parametrize("towers", [None, 2])
@@ -205,6 +203,7 @@ def test_gradients_changed_by_the_model_fn_are_changed_elsewhere_too():
 # What it costs, and what it does not.
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [None, 2])
 @pytest.mark.parametrize("make, runs", [(lambda: optax.chain(optax.adam(0.1)), 1), (lambda: sam(opaque_mode=True), 2)])
 def test_the_model_fn_is_run_again_only_for_an_optimizer_that_asks(make, runs, towers):
@@ -214,8 +213,7 @@ def test_the_model_fn_is_run_again_only_for_an_optimizer_that_asks(make, runs, t
         calls.append(len(x))
         return loss_of(params, x, y, reduction)
 
-    model_fn = model_fn_of(make(), "mean", counted)
-    model = est.transform(replicate(model_fn, towers))
+    model = est.transform(replicate(model_fn_of(make(), "mean", counted), towers))
     x, y = regression(8, steps=2)
     state = model.init(jax.random.key(0), x[0], y[0])
     calls.clear()
@@ -251,9 +249,6 @@ def test_what_the_towers_differentiate_is_not_differentiated_once_more():
     x, y = regression(8, steps=1)
     state, _ = one_step(replicate(model_fn_of(optimizer, "sum", own_rule), 2, "sum"), x[0], y[0])
     assert_close(state.variables, by_hand("backtracking_keeps_gradient", "sum")[0][0], rtol=1e-4, atol=1e-5)
-
-
-# Errors.
 
 
 @pytest.mark.parametrize("make", [optax.lbfgs, lambda: sam(opaque_mode=True)])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.model_fns import minimizing
 from testing.towers import (
     FOUR,
     assert_close,
@@ -173,13 +174,11 @@ def test_injected_hyperparams_are_changed_between_steps():
 def test_optax_may_mix_dtypes_although_the_user_may_not():
     """A schedule gives float32 rates to variables of bfloat16."""
 
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w = est.get_variable("w", (), jnp.bfloat16, jax.nn.initializers.zeros)
-        loss = jnp.mean(w.astype(jnp.float32) * features)
-        optimizer = TowerOptimizer(optax.inject_hyperparams(optax.sgd)(schedule))
-        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+        return jnp.mean(w.astype(jnp.float32) * features)
 
-    taken, _ = steps_taken(model_fn, towers=2)
+    taken, _ = steps_taken(minimizing(loss_of, optax.inject_hyperparams(optax.sgd)(schedule)), towers=2)
     np.testing.assert_allclose(taken.astype(np.float32), -3 * np.array(RATES))
 
 
@@ -235,8 +234,7 @@ def test_a_gan_through_the_estimator(tmp_path):
 
     def trained(model_dir, *parts):
         for towers, begin, end in parts:
-            model_fn = replicate(gan_model_fn(), towers)
-            estimator = est.Estimator(model_fn, model_dir, est.RunConfig(seed=0))
+            estimator = est.Estimator(replicate(gan_model_fn(), towers), model_dir, est.RunConfig(seed=0))
             estimator.train(lambda begin=begin, end=end: batches[begin:end])
         return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
 
@@ -266,23 +264,6 @@ def test_optimizers_of_one_name():
         {"b"},
         {"c"},
     ]
-
-
-def test_a_variable_that_the_loss_does_not_use():
-    """Its gradient is zero: it moves only where the optimizer moves it by itself."""
-
-    def model_fn(features, labels, mode):
-        a, _, b = (est.get_variable(name, (3,), initializer=jax.nn.initializers.ones) for name in ("a", "idle", "b"))
-        loss = jnp.mean((features @ a - labels) ** 2)
-        train_op = est.group(
-            TowerOptimizer(optax.adam(0.1)).minimize(loss, ["a", "idle"]),
-            TowerOptimizer(optax.adamw(0.1, weight_decay=0.5)).minimize(loss, ["b"]),
-        )
-        return est.EstimatorSpec(mode, {}, loss + jnp.sum(b) * 0, train_op)
-
-    state = assert_same_training(model_fn, replicate(model_fn, 2), regression(8))
-    np.testing.assert_array_equal(state.variables["idle"], np.ones(3))
-    np.testing.assert_allclose(state.variables["b"], np.full(3, 0.95**3), rtol=1e-6)
 
 
 # Slots.

@@ -141,8 +141,7 @@ def test_slots_are_a_part_of_evaluation_only_if_they_are_read(reads):
 
     model = est.transform(model_fn)
     assert bool(model.abstract_init(*TRAINING[0], mode="eval").slots) is reads
-    state = model.init(jax.random.key(0), *TRAINING[0])
-    model.eval_step(state, *TRAINING[0])
+    model.eval_step(model.init(jax.random.key(0), *TRAINING[0]), *TRAINING[0])
 
 
 def test_an_optimizer_of_some_variables_names_them_or_is_asked_after_minimize():
@@ -186,8 +185,7 @@ def test_the_state_under_a_loss_scale_matches_optax():
 def evaluating(body, mode="eval", wrap=lambda model_fn: model_fn):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", 3) if mode == "train" else None
-        loss = body(w, mode)
-        return est.EstimatorSpec(mode, features, loss, est.group())
+        return est.EstimatorSpec(mode, features, body(w, mode), est.group())
 
     return est.transform(wrap(model_fn)).abstract_init(*TRAINING[0], mode=mode)
 
@@ -241,8 +239,7 @@ def test_with_block_sync_there_is_not_one_state():
 
 def test_a_state_without_it():
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", 3)
-        loss = jnp.mean((features["x"] @ w - labels) ** 2)
+        loss = jnp.mean((features["x"] @ est.get_variable("w", 3) - labels) ** 2)
         optimizer = est.Optimizer(optax.sgd(0.1), name="one" if mode == "train" else "other")
         if mode != "train":
             optimizer.get_state()

@@ -11,21 +11,25 @@ import re
 import absl.app
 import absl.logging
 import jax
+import jax.experimental.multihost_utils
 import jax.numpy as jnp
 import optax
 import pytest
+import test_from_caffe2
 from golden import GOLDEN
 from testing.website import names_page
 
 import estimator as est
 import replicate
-from estimator.core._hook import Context
 from estimator.loop._context import RunContext
 from estimator.porting import _tensorflow_names
+from replicate import _caffe2_names
 
 NAMES = _tensorflow_names.NAMES
 OBJECTS = {"Estimator": est.Estimator(lambda features: None, "unused"), "RunConfig": est.RunConfig()}
+OBJECTS["Reduction"] = est.Reduction
 OBJECTS["Context"] = RunContext(est.ModeKeys.TRAIN)
+OBJECTS["Context"].set_readonly_state(est.State({}, {}, 0, None))
 
 
 def holder(key):
@@ -36,6 +40,7 @@ def holder(key):
     return est
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("key", NAMES)
 def test_names_of_tensorflow_are_errors_that_say_what_is_there_instead(key):
     name = key.rpartition(".")[2]
@@ -47,7 +52,7 @@ def test_names_of_tensorflow_are_errors_that_say_what_is_there_instead(key):
 
 KNOWN = {
     "absl": absl,
-    "context": Context,
+    "context": OBJECTS["Context"],
     "est": est,
     "estimator": est.Estimator,
     "jax": jax,
@@ -86,6 +91,7 @@ def is_right(code, key):
     return exists
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("key", NAMES)
 def test_what_is_named_instead_exists(key):
     codes = [code for code in re.findall("`[^`]+`", NAMES[key]) if not code.startswith(OTHERS)]
@@ -128,6 +134,35 @@ def test_python_suggests_the_name_that_may_be_meant():
     with pytest.raises(AttributeError) as caught:
         est.EstimatorSpecs  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("EstimatorSpecs", est)  # of which a traceback makes a suggestion
+
+
+CROSS_TOWER_OPS = {
+    "PerDevice": "PerTower",
+    "AllReduceCrossTowerOps": "AllReduce",
+    "ReductionToOneDeviceCrossTowerOps": "ReductionToOneDevice",
+}
+
+
+@pytest.mark.parametrize("name", CROSS_TOWER_OPS)
+def test_names_of_the_sums_over_towers_are_errors_that_say_what_is_there_instead(name):
+    match = f"^module 'replicate.cross_tower_ops' has no attribute '{name}'; here it is `{CROSS_TOWER_OPS[name]}.*`\\.$"
+    with pytest.raises(AttributeError, match=match):
+        getattr(replicate.cross_tower_ops, name)
+    assert hasattr(replicate.cross_tower_ops, CROSS_TOWER_OPS[name])
+
+
+@pytest.mark.parametrize("name", _caffe2_names.NAMES)
+def test_names_of_caffe2_are_errors_that_say_what_is_there_instead(name, monkeypatch):
+    what = _caffe2_names.NAMES[name]
+    with pytest.raises(AttributeError, match=f"^module 'replicate' .*'{name}'; .*{re.escape(what[9:])}\\.$"):
+        getattr(replicate, name)
+    monkeypatch.setitem(globals(), "KNOWN", KNOWN | vars(replicate))
+    codes = re.findall("`([^`]+)`", what)
+    assert what.startswith("nothing: ") or any([is_right(code, name) for code in codes])
+
+
+def test_every_function_of_caffe2s_module_has_a_hint():
+    assert {*test_from_caffe2.FUNCTIONS} <= _caffe2_names.NAMES.keys()
 
 
 def test_an_import_of_a_missing_name_is_an_import_error():

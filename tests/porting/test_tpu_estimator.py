@@ -73,7 +73,7 @@ REFUSED = {
         (
             lambda: est.EstimatorSpec("eval", loss=ONE, eval_metric_ops={"a": 1}, eval_metrics=(len, [X])),
             "takes `eval_metric_ops` or `eval_metrics`, given both",
-        ),
+        )
     ],
 }
 
@@ -116,3 +116,9 @@ def test_a_missing_batch_size_is_explained(tmp_path, input_fn):
     with pytest.raises((KeyError, AttributeError), match="batch_size") as caught:
         est.Estimator(model_fn, tmp_path, params={"a": 1}).train(input_fn, steps=1)
     assert "TPUEstimator's `batch_size` is not added" in "\n".join(caught.value.__notes__)
+
+
+def test_a_key_that_an_input_fn_misses_is_explained_by_those_that_there_are(tmp_path):
+    with pytest.raises(KeyError, match="rows") as caught:
+        est.Estimator(model_fn, tmp_path, params={"a": 1}).train(lambda params: params["rows"], steps=1)
+    assert caught.value.__notes__ == ["The keys are ['a'] in params."]

@@ -105,6 +105,7 @@ def test_the_first_that_fails_is_named_and_gives_the_exit_code(script, capsys, d
     assert second == "replicate.launch: waits up to 5 s for the others, which miss it."
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "said",
     [

@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 def drive(folder, *names):
     driver = subprocess.run(
-        [sys.executable, DRIVER, folder, *names], capture_output=True, text=True, env=ENVIRONMENT, timeout=280
+        [sys.executable, DRIVER, folder, *names], capture_output=True, text=True, env=ENVIRONMENT, timeout=560
     )
     assert driver.returncode == 0, driver.stdout[-5000:] + driver.stderr[-5000:]
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
@@ -103,7 +103,7 @@ def test_hooks_refuse_steps_that_are_none(hook, every_steps):
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
     for name in ("ray", "ray.train", "ray.tune"):
         monkeypatch.setitem(sys.modules, name, None)
-    message = "replicate.ray needs Ray: pip install 'replicate-model-fn[ray]'."
+    message = "replicate.ray needs Ray. Install it in your clone: pip install -e '.[ray]'."
     for use in (replicate.ray.initialize, ReportHook(1).begin, PreemptionHook(1).begin):
         with pytest.raises(ImportError, match=re.escape(message)):
             use()

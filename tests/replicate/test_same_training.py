@@ -68,6 +68,15 @@ def towers(number, share=1.0, optimizer=None, **options):
     return Runner(replicate, optimizer or {}, share, given=options)
 
 
+def on_one(number, optimizer=None, **options):
+    """Towers on one device."""
+
+    def replicate(model_fn, reduction):
+        return replicate_model_fn(model_fn, REDUCTIONS[reduction], ["cpu:1"] * number, **options)
+
+    return Runner(replicate, optimizer or {}, given=options)
+
+
 def wide_towers(number, devices, **optimizer):
     return towers(number * devices, 1 / devices, optimizer, devices_per_tower=devices)
 
@@ -106,6 +115,10 @@ RUNNERS = {
     **{f"{n} of {m} devices": wide_towers(n, m) for n, m in ((2, 4), (1, 8), (8, 1), (3, 2))},
     **{f"{n} towers, {m} micro-batches": micro_batches(n, m) for n in (1, 2, 4) for m in (2, 3)},
     "2 towers, a loss scale": scaled(towers(2)),
+    "4 towers on one device": on_one(4),
+    "hierarchical, on one device": on_one(4, cross_tower_ops=OPS["hierarchical"]),
+    "server, on one device": on_one(4, variable_distribution=SERVER, variable_device="cpu:0"),
+    "micro-batches, a loss scale, on one device": scaled(on_one(3, {"accumulate_steps": 2})),
     "2 of 4 devices, micro-batches, a loss scale": scaled(wide_towers(2, 4, accumulate_steps=3)),
 }
 
@@ -118,11 +131,15 @@ def model_fn(features, labels, mode, *, optimizer, reduction, options):
     v = est.get_variable("v", (8, 1))
     est.get_variable("seen", initializer=np.int32(0), trainable=False)
     est.get_variable("first", initializer=np.zeros(2, bool), trainable=False, aggregation="only_first_tower")
-    est.get_variable("mean", initializer=np.zeros(3, np.float32), trainable=False)
+    zeros = {"initializer": jax.nn.initializers.zeros, "trainable": False}
+    average = est.get_variable("average", (3, 8), partition=(None, "part"), **zeros)
+    est.get_variable("hidden", (8,), partition=("part",), **zeros)
+    hidden = jnp.tanh(features @ w + b)
     est.assign_add("seen", features.shape[0])
     est.assign("first", features[0, :2] > 0)
-    est.assign("mean", features.mean(0))
-    output = (est.spread(jnp.tanh(features @ w + b), -1) @ v)[:, 0]
+    est.assign("average", 0.9 * average + w * features.mean())
+    est.assign_add("hidden", hidden.sum(0))
+    output = (est.spread(hidden, -1) @ v)[:, 0]
     predictions = {"output": output, "positive": output > 0}
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions)
@@ -157,28 +174,28 @@ ONE_OF_A_KIND = (
     "ring, 4 towers",
     "2 of 4 devices",
     "2 towers, 2 micro-batches",
+    "4 towers on one device",
 )
 
 
 def cases():
-    """All runners with one optimizer, several optimizers with a runner of each kind, sums, and weighted losses."""
+    """All runners with one optimizer; with a runner of each kind, optimizers without slots, with a weight decay, and
+    with a norm over all variables; sums, and weighted losses."""
     yield from ((runner, "momentum", "mean") for runner in RUNNERS)
     for runner in ONE_OF_A_KIND[:4]:
-        yield from ((runner, optimizer, "mean") for optimizer in testing.towers.OPTIMIZERS)
-    for runner in ONE_OF_A_KIND[5:]:
-        yield from ((runner, optimizer, "mean") for optimizer in ("sgd", "adam", "clipped_adam"))
-    yield from ((f"{n} towers", "slow sgd", "sum") for n in (1, 2, 3, 4, 8))
-    yield from ((f"{n} towers", "slow sgd", reduction) for n in (2, 4, 8) for reduction in WEIGHTED)
-    yield "tree, 4 towers", "momentum", "nonzero weights"
-    in_parts = [f"{n} towers, {m} micro-batches" for n in (1, 2, 4) for m in (2, 3)]
-    yield from ((runner, "adam", "nonzero weights") for runner in in_parts)
-    yield from ((runner, "slow sgd", "weighted sum") for runner in in_parts[1:3])
-    yield from ((runner, "momentum", "weighted mean") for runner in (in_parts[0], in_parts[5]))
+        yield from ((runner, optimizer, "mean") for optimizer in ("sgd", "adamw", "clipped_adam"))
+    yield from ((runner, "clipped_adam", "mean") for runner in ONE_OF_A_KIND[5:])
+    yield from ((f"{n} towers", "slow sgd", "sum") for n in (1, 3, 8))
+    yield from (("4 towers", "slow sgd", reduction) for reduction in WEIGHTED)
+    yield from ((runner, "slow sgd", "nonzero weights") for runner in ("8 towers", "tree, 4 towers"))
+    in_parts = [f"{n} towers, {m} micro-batches" for n, m in ((1, 3), (2, 2), (4, 3))]
+    yield from zip(in_parts, ("adam", "momentum", "slow sgd"), ["nonzero weights"] * 3, strict=True)
+    yield from zip(in_parts, ["slow sgd"] * 3, ("weighted sum", "weighted sum", "weighted mean"), strict=True)
 
 
 def marked(case):
     is_quick = case in [(runner, "momentum", "mean") for runner in ONE_OF_A_KIND]
-    return pytest.param(*case, marks=() if is_quick else pytest.mark.slow)
+    return pytest.param(*case, marks=pytest.mark.quick if is_quick else ())
 
 
 @pytest.mark.slow
@@ -192,19 +209,19 @@ def test_training_matches_one_device(runner, optimizer, reduction):
     assert_close(jax.device_get(steps), want_steps)
     assert_close(jax.device_get(state.variables), want.variables)
     assert_close(jax.device_get(runner.slots(state.slots)), want.slots["optimizer"])
-    w = state.variables["w"]
-    assert w.addressable_data(0).size == w.size * runner.share
+    for cut in (state.variables[name] for name in ("w", "average")):
+        assert cut.addressable_data(0).size == cut.size * runner.share
 
 
-def layered_model_fn(features, labels, mode, *, moments="all rows", reduction="mean", options=MappingProxyType({})):
+def layered_model_fn(features, labels, mode, *, moments="all rows", options=MappingProxyType({})):
     """Of every layer and two scopes, with default names and regularizers; `moments` are those of `MOMENTS`."""
     with est.variable_scope("net", regularizer=est.regularizers.l1_l2(0.001, 0.01)):
         output = network(features[:, :3], **MOMENTS[moments])
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, output)
-    est.losses.mean_squared_error(labels, output, reduction=REDUCTIONS[reduction])
+    est.losses.mean_squared_error(labels, output, reduction=REDUCTIONS["mean"])
     loss = est.losses.get_total_loss()
-    train_op = TowerOptimizer(optax.sgd(0.01 if reduction == "mean" else 0.0005), **options).minimize(loss)
+    train_op = TowerOptimizer(optax.sgd(0.01), **options).minimize(loss)
     return est.EstimatorSpec(mode, output, loss, train_op)
 
 
@@ -242,7 +259,7 @@ def by_estimator(model_fn, batches, model_dir):
 
 
 DRIVES = {"step": by_steps, "loop": by_loop, "Estimator": by_estimator}
-LAYERED = {name: RUNNERS[name] for name in ("1 towers", *ONE_OF_A_KIND)} | {
+LAYERED = {name: RUNNERS[name] for name in ONE_OF_A_KIND} | {
     "segments": towers(2, optimizer={"accumulate_steps": 2}, tower_transform=est.checkpoint_segments),
     "on_nan, a loss scale, checked": scaled(towers(2, on_nan="skip", check=True)),
     "blocks of one step": towers(2, block_sync=BlockSync(1, optax.sgd(1.0))),
@@ -251,26 +268,25 @@ LAYERED = {name: RUNNERS[name] for name in ("1 towers", *ONE_OF_A_KIND)} | {
 
 def layered_cases():
     """Every runner in one drive, which is traced alike in all: loops and Estimators of few layers have every runner in
-    `test_training_matches_one_device` and in `placement/test_distributions.py`; and a sum."""
-    yield from (("mean", runner, "step") for runner in LAYERED)
-    yield "mean", "server", "loop"
-    yield "mean", "4 towers", "Estimator"
-    yield "sum", "4 towers", "step"
+    `test_training_matches_one_device` and in `placement/test_distributions.py`."""
+    yield from ((runner, "step") for runner in LAYERED)
+    yield "server", "loop"
+    yield "4 towers", "Estimator"
 
 
 @functools.cache
-def layers_on_one_device(moments, reduction):
-    return by_steps(functools.partial(layered_model_fn, moments=moments, reduction=reduction), BATCHES)
+def layers_on_one_device(moments):
+    return by_steps(functools.partial(layered_model_fn, moments=moments), BATCHES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reduction", "runner", "drive"), [*layered_cases()])
-def test_every_layer_trains_as_on_one_device(reduction, runner, drive, tmp_path):
+@pytest.mark.parametrize(("runner", "drive"), [*layered_cases()])
+def test_every_layer_trains_as_on_one_device(runner, drive, tmp_path):
     runner = LAYERED[runner]
     moments = "no rows" if runner.options.get("accumulate_steps", 1) > 1 else "all rows"
-    model = functools.partial(layered_model_fn, moments=moments, reduction=reduction, options=runner.options)
-    variables, losses = DRIVES[drive](runner.replicate(model, reduction), BATCHES, tmp_path)
-    want = layers_on_one_device(moments, reduction)
+    model = functools.partial(layered_model_fn, moments=moments, options=runner.options)
+    variables, losses = DRIVES[drive](runner.replicate(model, "mean"), BATCHES, tmp_path)
+    want = layers_on_one_device(moments)
     assert_close(({name: variables[name] for name in want[0]}, losses), want, rtol=1e-3, atol=1e-5)
 
 
@@ -321,9 +337,9 @@ def evaluated(replicated, rows):
     return jax.device_get((spec.loss, spec.predictions, metrics, model.predict_step(state, x).predictions))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("rows", [7, 1])
-@pytest.mark.parametrize("runner", ["8 towers", *ONE_OF_A_KIND[1:6], "1 of 8 devices"])
+@pytest.mark.parametrize("runner", ["8 towers", *ONE_OF_A_KIND[1:6], "1 of 8 devices", "4 towers on one device"])
 def test_evaluation_and_prediction_match_one_device(runner, rows):
     model = functools.partial(model_fn, optimizer="sgd", reduction="mean", options={})
     assert_close(evaluated(RUNNERS[runner].replicate(model, "mean"), rows), evaluated(model, rows))

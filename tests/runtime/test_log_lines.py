@@ -8,8 +8,9 @@ import sys
 import pytest
 
 SCRIPT = """
-import numpy as np, optax, orbax.checkpoint  # which logs when it is imported
+import numpy as np, optax
 import estimator as est
+{after}
 
 def model_fn(features, labels, mode):
     w = est.get_variable("w", (2, 1))
@@ -17,23 +18,25 @@ def model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
 
 x = np.ones((8, 2), np.float32)
-estimator = est.Estimator(model_fn, config=est.RunConfig({fields}), model_dir={folder!r})
+estimator = est.Estimator(model_fn, config=est.RunConfig(log_step_count_steps=100, {fields}), model_dir={folder!r})
 estimator.train(lambda: [(x, x[:, :1])] * 3)
 estimator.evaluate(lambda: [(x, x[:, :1])])
 """
 LINES = [
     r"Using config: RunConfig\(.*\)",
     r"Calling model_fn in mode 'train' and compiling it; the first batch takes longer\.",
+    r"1 device: cpu:0, 8 rows; 2 trained numbers in 1 variable",
     r"loss = [\d.e-]+, step = 1",
     r"Loss for final step: [\d.e-]+\.",
     r"Calling model_fn in mode 'eval' and compiling it; the first batch takes longer\.",
+    r"1 device: cpu:0, 8 rows; 2 numbers in 1 variable",
     r"Evaluation: global_step = 3, loss = [\d.e-]+",
 ]
 
 
-def said(folder, before, fields=""):
+def said(folder, before, fields="", after=""):
     """The lines on stderr; stdout stays the script's own."""
-    program = before + SCRIPT.format(fields=fields, folder=str(folder))
+    program = before + SCRIPT.format(fields=fields, after=after, folder=str(folder))
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     assert not done.stdout
@@ -45,13 +48,14 @@ def said(folder, before, fields=""):
     ("before", "begin"),
     [
         ("", "INFO:absl:"),
+        ("import orbax.checkpoint", "INFO:absl:"),  # which logs when it is imported
         ("import logging; logging.basicConfig(level=logging.INFO, format='mine: %(message)s')", "mine: "),
         ("from absl import logging; logging.use_absl_handler(); logging.set_verbosity(logging.INFO)", r"I\d{4} .*\] "),
     ],
 )
 def test_a_plain_script_shows_its_progress(tmp_path, before, begin):
     lines = said(tmp_path, before)
-    if before:  # then jax and others say what they do, too
+    if begin != "INFO:absl:":  # then jax and others say what they do, too
         lines = [line for line in lines if any(re.fullmatch(begin + ours, line) for ours in LINES)]
     for line, shown in zip(LINES, lines, strict=True):
         assert re.fullmatch(begin + line, shown)
@@ -62,10 +66,32 @@ def test_a_plain_script_shows_its_progress(tmp_path, before, begin):
     ("before", "fields"),
     [
         ("", "verbose=False"),
-        ("from absl import logging; logging.set_verbosity(logging.ERROR)", ""),
-        ("import logging; logging.basicConfig(level=logging.WARNING, format='mine: %(message)s')", ""),
         ("import logging; logging.basicConfig(filename='/dev/stderr')", ""),  # a file that the test can read
+        ("import logging; logging.basicConfig(level=logging.WARNING); import orbax.checkpoint", ""),
+        ("import logging; logging.getLogger().setLevel(logging.ERROR)", ""),
     ],
 )
 def test_a_program_that_wants_none_shows_none(tmp_path, before, fields):
     assert said(tmp_path, before, fields) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "level",
+    [
+        "import logging; logging.basicConfig(level=logging.WARNING)",
+        "import logging; logging.getLogger('absl').setLevel(logging.ERROR)",
+        "from absl import logging; logging.set_verbosity(logging.WARNING)",
+    ],
+)
+def test_a_level_is_obeyed_before_and_after_the_import(tmp_path, level):
+    assert said(tmp_path, before=level) == said(tmp_path, before="", after=level) == []
+
+
+@pytest.mark.slow
+def test_a_level_of_the_root_logger_is_obeyed_after_the_import_and_at_any_time(tmp_path):
+    set_level = "import logging; logging.getLogger().setLevel(logging.WARNING)"
+    assert said(tmp_path, before="", after=set_level) == []
+    later = f"est.Estimator(lambda features: None, config=est.RunConfig(model_dir={str(tmp_path)!r})); {set_level}"
+    (config,) = said(tmp_path, before="", after=later)
+    assert re.fullmatch("INFO:absl:" + LINES[0], config)

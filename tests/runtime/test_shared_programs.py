@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import estimator as est
 from estimator.runtime import _shared_programs
-from estimator.steps._compiled_steps import Program
+from estimator.runtime._program import Program
 
 X = np.ones((4, 2), np.float32)
 Y = np.ones((4, 1), np.float32)
@@ -45,9 +45,6 @@ def run_by_hand(rate, scale=1.0):
     return np.mean((X @ w * scale - Y) ** 2), (X @ w * scale)[0, 0]
 
 
-# Estimators.
-
-
 def test_a_second_estimator_of_the_same_model_fn_compiles_nothing(tmp_path, compilations):
     run_all(tmp_path / "first", {"rate": 0.1})
     before = len(compilations)
@@ -55,6 +52,7 @@ def test_a_second_estimator_of_the_same_model_fn_compiles_nothing(tmp_path, comp
     assert len(compilations) == before > 0
 
 
+@pytest.mark.slow
 def test_six_learning_rates_compile_once_and_each_has_its_numbers(tmp_path, compilations):
     counts = []
     for rate in (0.01, 0.02, 0.05, 0.1, 0.15, 0.2):
@@ -74,6 +72,7 @@ def test_a_rate_that_a_hook_sets_compiles_nothing_again(tmp_path, compilations):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_another_number_in_the_model_compiles_again_and_is_used(tmp_path, compilations):
     for scale in (1.0, 2.0, 0.5):
         before = len(compilations)
@@ -94,6 +93,7 @@ def test_a_closure_that_changed_is_seen(tmp_path, compilations):
     assert first == pytest.approx(run_by_hand(0.1)[0], rel=1e-5) and second != pytest.approx(first)
 
 
+@pytest.mark.slow
 def test_dropped_estimators_leave_no_memory(tmp_path, compilations):
     live, alive = [], []
     while gc.collect():  # arrays of earlier tests, which need more than one
@@ -106,9 +106,6 @@ def test_dropped_estimators_leave_no_memory(tmp_path, compilations):
         live.append((len(jax.live_arrays()), len(_shared_programs._newest)))
     assert [ref() for ref in alive] == [None] * 4
     assert live == [live[0]] * 4
-
-
-# Programs.
 
 
 def test_programs_that_are_the_same_are_compiled_once(compilations):
@@ -260,6 +257,7 @@ def test_numbers_that_are_only_handed_out_are_not_part_of_the_program(compilatio
     assert [(each["rate"].weak_type, each["weak"].weak_type) for each in made] == [(False, True)] * 2
 
 
+@pytest.mark.slow
 def test_only_the_newest_programs_are_kept(compilations):
     for i in range(_shared_programs._MOST_PROGRAMS + 3):
         Program(lambda x, i=i: x + i)(np.float32(1))

@@ -9,8 +9,9 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from testing.estimators import make, saved_steps
-from testing.processes import Processes
+from testing.cluster import shared_cluster
+from testing.estimators import make, saved_steps, step_of, times
+from testing.hooks import When
 
 from estimator.runtime import _uninterrupted
 from estimator.runtime._uninterrupted import compile_first, shield
@@ -91,36 +92,59 @@ def test_to_compile_first_compiles_nothing_twice(compilations):
 # In a process of its own.
 
 
-@pytest.fixture(scope="module")
-def processes():
-    fork_server = Processes("testing.scenarios.lives")
-    yield fork_server
-    fork_server.close()
-
-
-def end_by_ctrl_c(processes, function, model_dir, seconds):
-    """The exit code, the lines printed after the signal, and how long it took."""
-    processes.start(function, str(model_dir))
-    processes.read_until("blocked")
+def end_by_ctrl_c(function, model_dir, seconds):
+    """How it ended, and how long that took."""
+    cluster = shared_cluster()
+    cluster.start_one(f"testing.scenarios.lives.{function}", model_dir)
     time.sleep(seconds)
     sent = time.monotonic()
-    processes.send(signal.SIGINT)
-    lines, code = processes.read_to_end()
-    return code, lines, time.monotonic() - sent
+    cluster.kill(number=signal.SIGINT)
+    (ended,) = cluster.ended()
+    return ended, time.monotonic() - sent
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_checkpoints_are_written_ends_the_process(processes, tmp_path):
+def test_ctrl_c_while_checkpoints_are_written_ends_the_process(tmp_path):
     when = random.Random(1)
     for i in range(6):
-        code, _, seconds = end_by_ctrl_c(processes, "endless_training", tmp_path / str(i), when.uniform(0.1, 0.8))
-        assert code == -signal.SIGINT and seconds < 20
+        ended, seconds = end_by_ctrl_c("endless_training", tmp_path / str(i), when.uniform(0.1, 0.8))
+        assert ended.code == -signal.SIGINT and seconds < 20
         estimator = make(tmp_path / str(i))
         assert saved_steps(estimator)[-1] == estimator.get_variable_value("global_step")
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_a_program_is_compiled_ends_the_process_and_can_be_caught(processes, tmp_path):
+def test_ctrl_c_while_a_program_is_compiled_ends_the_process_and_can_be_caught(tmp_path):
     for i, seconds in enumerate([0.5, 1.5, 2.5, 3.5]):
-        code, lines, took = end_by_ctrl_c(processes, "compile_long", tmp_path / str(i), seconds)
-        assert lines == ["caught"] and code in (-signal.SIGINT, 130) and took < 20
+        ended, took = end_by_ctrl_c("compile_long", tmp_path / str(i), seconds)
+        assert "caught" in ended.lines and ended.code in (-signal.SIGINT, 130) and took < 20
+
+
+# A Ctrl-C that was dropped, and a handler of the user.
+
+
+def drop_ctrl_c(context):
+    """Its exception ends nothing, as if it came in a callback of the garbage collector."""
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_a_dropped_ctrl_c_ends_the_run(tmp_path, verb):
+    steps = []
+    hooks = [When(3, after_run=drop_ctrl_c), When(after_run=lambda context: steps.append(context.step))]
+    estimator = make(tmp_path).train(times(1), max_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        list(getattr(estimator, verb)(times(20), hooks=hooks))
+    assert steps[-1] == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.slow
+def test_a_handler_of_the_user_stays_and_decides(tmp_path):
+    calls = []
+    signal.signal(signal.SIGINT, lambda *_: calls.append(1))
+    hook = When(after_run=lambda context: signal.raise_signal(signal.SIGINT))
+    assert step_of(make(tmp_path).train(times(4), hooks=[hook])) == 4
+    assert len(calls) == 4

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.sparse import BCOO
 from testing.columns import to_sparse
-from testing.towers import assert_close, replicate
+from testing.model_fns import predicting
+from testing.towers import assert_close, predict, replicate
 
 import estimator as est
 from replicate import TowerOptimizer
@@ -90,6 +91,7 @@ def looked_up(features, combiner, max_norm=None, table=TABLE):
 # Values.
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tensorflow_documents_this_example(layout):
     table = np.arange(200, dtype=np.float32).reshape(10, 20)
@@ -108,8 +110,7 @@ def test_tensorflow_documents_this_example(layout):
         rows = est.embedding_lookup_sparse("t", features["ids"], features["weights"], initializer=jnp.asarray(table))
         return est.EstimatorSpec(mode, predictions=rows)
 
-    model = est.transform(model_fn)
-    result = model.predict_step(model.init(jax.random.key(0), features, mode="infer"), features).predictions
+    result = predict(model_fn, features).predictions
     want = [(table[1] * 2.0 + table[3] * 0.5) / (2.0 + 0.5), table[0] * 1.0 / 1.0, table[1] * 3.0 / 3.0]
     np.testing.assert_allclose(result, want, rtol=1e-6)
 
@@ -305,9 +306,7 @@ REFUSED = {
 @pytest.mark.parametrize("table, given", [(jnp.ones((5, 2)), r"an array of shape \(5, 2\)"), (None, "None")])
 @pytest.mark.parametrize("name", ["embedding_lookup", "embedding_lookup_sparse"])
 def test_the_value_of_a_table_instead_of_its_name_is_an_error(name, table, given):
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions=getattr(est, name)(table, features))
-
+    model_fn = predicting(lambda x: getattr(est, name)(table, x))
     message = (
         rf"`est.{name}` takes the name of a table, .* and not its value; got {given}\. Write "
         rf"`est.{name}\('name', ids, shape=\(rows, width\)\)`, which creates the table"
@@ -317,18 +316,13 @@ def test_the_value_of_a_table_instead_of_its_name_is_an_error(name, table, given
 
 
 def test_an_unknown_table_is_an_error_of_the_function_called():
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions=est.embedding_lookup_sparse("words", features))
-
+    model_fn = predicting(lambda x: est.embedding_lookup_sparse("words", x))
     with pytest.raises(ValueError, match=r"`est.embedding_lookup_sparse\('words'\)` names no variable of this run"):
         est.transform(model_fn).init(jax.random.key(0), np.ones((2, 2), int), mode="infer")
 
 
 @pytest.mark.parametrize("features, arguments, error, message", REFUSED.values(), ids=REFUSED)
 def test_an_error_says_what_is_wrong(features, arguments, error, message):
-    def model_fn(features, labels, mode):
-        rows = est.embedding_lookup_sparse("w", features["ids"], features.get("weights"), (4, 2), **arguments)
-        return est.EstimatorSpec(mode, predictions=rows)
-
+    model_fn = predicting(lambda x: est.embedding_lookup_sparse("w", x["ids"], x.get("weights"), (4, 2), **arguments))
     with pytest.raises(error, match=message):
         est.transform(model_fn).init(jax.random.key(0), features, mode="infer")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import assert_close, assert_same_training, cpus, replicate
+from testing.towers import assert_close, assert_same_training, cpus, one_step, replicate, started
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -83,9 +83,6 @@ def test_what_cannot_be_deduplicated_is_refused():
     np.testing.assert_array_equal(whole.deduplicate().to_dense(), whole.to_dense())
 
 
-# In a model_fn.
-
-
 def changed_model_fn(reduction):
     """A table looked up by two-dimensional ids, and its gradient deduplicated."""
 
@@ -114,18 +111,13 @@ def test_the_sum_in_towers_trains_as_the_gradient_itself():
 def test_the_mean_is_taken_in_each_tower_and_the_means_are_summed():
     towers, lr = 2, 0.1
     (ids, *_), (labels, *_) = batches(1)
-    model = est.transform(replicate(changed_model_fn("mean"), towers))
-    state = model.init(jax.random.key(0), ids, labels)
-    got, _ = model.train_step(state, ids, labels)
+    got, _ = one_step(replicate(changed_model_fn("mean"), towers), ids, labels)
     want = np.ones((9, 2))
     for mine, y in zip(np.split(ids, towers), np.split(labels, towers), strict=True):
         errors = 2 * ((mine >= 0).sum(1) * 2 - y) / len(ids)
         for row in set(mine[mine >= 0]):
             want[row] -= lr * np.mean([e for e, words in zip(errors, mine, strict=True) for w in words if w == row])
     assert_close(np.float64(got.variables["words"]), want, rtol=1e-5)
-
-
-# One set of ids.
 
 
 def two_tables(lengths, *, own_ids=False, dense=False, two_losses=False, **options):
@@ -154,17 +146,14 @@ def two_tables(lengths, *, own_ids=False, dense=False, two_losses=False, **optio
 def gathered(model_fn):
     """The dtypes of what the towers gather in the compiled training step."""
     (ids, *_), (labels, *_) = batches(1)
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(2)))
-    state = model.init(jax.random.key(0), ids, labels)
+    model, state = started(replicate_model_fn(model_fn, devices=cpus(2)), ids, labels)
     program = jax.jit(model.train_step).lower(state, ids, labels).compile().as_text()
     return sorted(re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", program))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{"lengths": (9, 9)}, {"lengths": (9, 30)}, {"two_losses": True}, {"accumulate_steps": 2}],
-    ids=str,
+    "options", [{"lengths": (9, 9)}, {"lengths": (9, 30)}, {"two_losses": True}, {"accumulate_steps": 2}], ids=str
 )
 def test_tables_that_share_their_ids_gather_them_once(options):
     assert gathered(two_tables(**{"lengths": (20, 30)} | options)) == ["f32", "f32", "s32"]
@@ -180,6 +169,7 @@ def test_tables_that_share_their_ids_train_as_dense_ones_do(towers):
     assert_same_training(two_tables((9, 30), dense=True), replicate(two_tables((9, 30)), towers), batches())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
 def test_an_id_that_does_not_fit_32_bits_is_no_row(dtype):
     far = np.array([1, 2**32 + 2 if np.dtype(dtype).itemsize == 8 else 2**32 - 1], dtype)
@@ -192,13 +182,13 @@ def test_an_id_that_does_not_fit_32_bits_is_no_row(dtype):
         return est.EstimatorSpec(mode, predictions=(rows, gradient.indices), loss=rows[0, 0], train_op=train_op)
 
     with jax.enable_x64(True):
-        model = est.transform(model_fn)
-        _, spec = model.train_step(model.init(jax.random.key(0), far), far)
+        _, spec = one_step(model_fn, far)
     rows, indices = spec.predictions
     assert np.isnan(rows).ravel().tolist() == [False, True]
     assert indices[0] == 1 and not 0 <= indices[1] < 4
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32])
 def test_a_sparse_gradient_by_narrow_indices_moves_each_row(dtype):
     def model_fn(features, labels, mode):
@@ -208,6 +198,5 @@ def test_a_sparse_gradient_by_narrow_indices_moves_each_row(dtype):
         return est.EstimatorSpec(mode, loss=jnp.float32(0), train_op=train_op)
 
     ids = np.array([44, 44, 44, 7], dtype)  # 300 is 44 in 8 bits
-    model = est.transform(model_fn)
-    state, _ = model.train_step(model.init(jax.random.key(0), ids), ids)
+    state, _ = one_step(model_fn, ids)
     assert {i: x for i, x in enumerate(state.variables["words"][:, 0].tolist()) if x} == {7: -1.0, 44: -3.0}

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.model_fns import minimizing
 from testing.programs import operations
-from testing.towers import assert_close, assert_same_training, cpus, replicate
+from testing.towers import assert_close, assert_same_training, cpus, one_step, replicate, started
 
 import estimator as est
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -56,13 +57,11 @@ def two_tables_model_fn(make_table, optimizer):
             words, users = make_table("words"), make_table("users", (ROWS, 2))
             rows, others = words(features), users(features[:, 0])
             again = words(features[:, ::2] // 2)
-        w = est.get_variable("w", (WIDTH, 2))
-        output = jnp.einsum("bid,de,be->b", rows, w, others)
+        output = jnp.einsum("bid,de,be->b", rows, est.get_variable("w", (WIDTH, 2)), others)
         loss = jnp.mean((output - labels) ** 2)
         other_loss = jnp.mean(jnp.tanh(again).sum((1, 2)) * labels)
         train_op = est.group(
-            TowerOptimizer(optimizer).minimize(loss),
-            TowerOptimizer(optimizer).minimize(other_loss, ["tables/words"]),
+            TowerOptimizer(optimizer).minimize(loss), TowerOptimizer(optimizer).minimize(other_loss, ["tables/words"])
         )
         return est.EstimatorSpec(mode, predictions=output, loss=loss, train_op=train_op)
 
@@ -77,8 +76,7 @@ EXACT = {"sgd": optax.sgd(optax.exponential_decay(0.5, 2, 0.5)), "adagrad": opta
 @functools.cache
 def dense_training(optimizer):
     ids, labels = batches()
-    model = est.transform(two_tables_model_fn(dense, EXACT[optimizer]))
-    state = model.init(jax.random.key(0), ids[0], labels[0])
+    model, state = started(two_tables_model_fn(dense, EXACT[optimizer]), ids[0], labels[0])
     return state, *model.train_loop(state, (ids, labels))
 
 
@@ -165,10 +163,8 @@ def adam(gradient, step, mu, nu):
 def test_only_looked_up_rows_and_their_slots_move(optimizer, update, slots, towers, messages):
     ids, labels = batches()
     model_fn = words_model_fn(sparse, optimizer)
-    model = est.transform(replicate(model_fn, towers) if towers else model_fn)
-    state = model.init(jax.random.key(0), ids[0], labels[0])
-    start = np.float64(state.variables["words"])
-    want, want_slots = touched_only(update, slots, ids, labels, start)
+    model, state = started(replicate(model_fn, towers) if towers else model_fn, ids[0], labels[0])
+    want, want_slots = touched_only(update, slots, ids, labels, np.float64(state.variables["words"]))
     for batch in zip(ids, labels, strict=True):
         state, _ = model.train_step(state, *batch)
     assert_close(state.variables["words"], np.float32(want), rtol=1e-4)
@@ -187,23 +183,17 @@ def test_lazy_refuses_what_is_not_row_wise():
     with pytest.raises(TypeError, match=r"`est.lazy` takes an optax.GradientTransformation .*; got 0.1"):
         est.lazy(0.1)
     ids, labels = batches()
-    optimizer = est.lazy(optax.lamb(0.1))
-    model = est.transform(words_model_fn(sparse, optimizer))
-    state = model.init(jax.random.key(0), ids[0], labels[0])
+    model, state = started(words_model_fn(sparse, est.lazy(optax.lamb(0.1))), ids[0], labels[0])
     with pytest.raises(
         ValueError, match=r"(?s)'optimizer' it could not be shown.*scale_by_trust_ratio.*Leave `est.lazy` out"
     ):
         model.train_step(state, ids[0], labels[0])
 
 
-# The compiled step.
-
-
 def whole_tables(model_fn, rows):
     """The operations of the donated, compiled training step that make arrays of the table's size."""
     ids, labels = batches()
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), ids[0], labels[0])
+    model, state = started(model_fn, ids[0], labels[0])
     step = jax.jit(model.train_step, donate_argnums=0).lower(state, ids[0], labels[0]).compile()
     made = re.findall(rf"= f32\[{rows},{WIDTH}\]\S* ([\w-]+)\(", step.as_text())
     sums = re.findall(r"= f32\[([\d,]*)\]\S* all-reduce", step.as_text())
@@ -240,6 +230,7 @@ def test_steps_that_may_be_skipped_compute_nothing_of_that_size_either(towers):
     assert sums == ([] if towers == 1 else ["4"])  # the loss, twice, and a mark for each tower
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_a_step_gathers_and_scatters_as_often_as_one_by_hand():
     ids, labels = batches()
@@ -254,8 +245,7 @@ def test_a_step_gathers_and_scatters_as_often_as_one_by_hand():
         steps = -0.1 * once.values * jax.lax.rsqrt(sums + 1e-7)
         return table.at[once.indices].add(steps, mode="drop"), squares.at[once.indices].set(sums, mode="drop")
 
-    model = est.transform(words_model_fn(sparse, optax.adagrad(0.1)))
-    state = model.init(jax.random.key(0), ids[0], labels[0])
+    model, state = started(words_model_fn(sparse, optax.adagrad(0.1)), ids[0], labels[0])
     table = state.variables["words"]
     want, got = (
         operations(jax.jit(step, donate_argnums=donated).lower(*args, ids[0], labels[0]).compile().as_text())
@@ -265,19 +255,18 @@ def test_a_step_gathers_and_scatters_as_often_as_one_by_hand():
         assert got[operation] == want[operation] > 0
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("users_compiler")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_table_of_a_small_dtype_is_updated_in_place(dtype):
     rows = 7919
     ids, labels = batches()
 
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         found = est.embedding_lookup("words", features, (rows, WIDTH), dtype)
-        loss = jnp.mean((jnp.tanh(found.astype(jnp.float32)).sum((1, 2)) - labels) ** 2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adagrad(0.1)).minimize(loss))
+        return jnp.mean((jnp.tanh(found.astype(jnp.float32)).sum((1, 2)) - labels) ** 2)
 
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), ids[0], labels[0])
+    model, state = started(minimizing(loss_of, est.Optimizer(optax.adagrad(0.1))), ids[0], labels[0])
     program = jax.jit(model.train_step, donate_argnums=0).lower(state, ids[0], labels[0]).compile().as_text()
     _, outside_of_fusions = program.split("ENTRY")
     made = re.findall(rf"= (\w+)\[{rows},{WIDTH}\]\S* ([\w-]+)\(", outside_of_fusions)
@@ -321,8 +310,7 @@ def test_a_table_that_is_seen_whole_or_looked_up_in_another_trace_has_a_dense_gr
         return jnp.mean((jnp.tanh(rows).sum((1, 2)) - labels) ** 2)
 
     (ids, *_), (labels, *_) = batches()
-    model = est.transform(replicate(model_fn, 2))
-    state = model.init(jax.random.key(0), ids, labels)
+    model, state = started(replicate(model_fn, 2), ids, labels)
     after, _ = model.train_step(state, ids, labels)
     before = state.variables["words"]
     assert_close(before - after.variables["words"], jax.grad(loss_fn)(before, ids, labels), rtol=1e-4, atol=1e-6)
@@ -361,12 +349,12 @@ def test_a_sparse_gradient_made_by_hand_is_applied():
         train_op = est.Optimizer(optax.sgd(1.0)).apply_gradients([(gradient, "words")])
         return est.EstimatorSpec(mode, loss=gradient.to_dense().sum(), train_op=train_op)
 
-    model = est.transform(model_fn)
-    state, spec = model.train_step(model.init(jax.random.key(0), np.ones(1)), np.ones(1))
+    state, spec = one_step(model_fn, np.ones(1))
     np.testing.assert_array_equal(state.variables["words"], [[-1, -1], [0, 0], [-2, -2], [0, 0]])
     assert spec.loss == 6
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("towers", [1, 2])
 def test_a_lookup_sees_what_a_custom_getter_returns(towers, layer):
@@ -385,8 +373,7 @@ def test_a_lookup_sees_what_a_custom_getter_returns(towers, layer):
         return est.EstimatorSpec(mode, rows, loss, TowerOptimizer(optax.sgd(1.0)).minimize(loss))
 
     ids = np.array([0, 2])
-    model = est.transform(replicate(model_fn, towers))
-    state, spec = model.train_step(model.init(jax.random.key(0), ids), ids)
+    state, spec = one_step(replicate(model_fn, towers), ids)
     assert spec.loss == 20 and spec.predictions.ravel().tolist() == [10, 10]
     assert state.variables["s/t/embeddings" if layer else "s/t"].ravel().tolist() == [-9, 1, -9, 1]
 

@@ -27,10 +27,7 @@ def net(params, x, ids, key):
 
 def arguments():
     rng = np.random.default_rng(0)
-    params = {
-        "w": rng.normal(size=(3, 4, 4)).astype(np.float32),
-        "table": rng.normal(size=(5, 4)).astype(np.float32),
-    }
+    params = {"w": rng.normal(size=(3, 4, 4)).astype(np.float32), "table": rng.normal(size=(5, 4)).astype(np.float32)}
     return jax.tree.map(jnp.asarray, (params, rng.normal(size=(6, 4)).astype(np.float32), np.arange(6) % 5)) + (
         jax.random.key(1),
     )
@@ -72,6 +69,7 @@ def layers(weights, x):
     return (x**2).mean()
 
 
+@pytest.mark.slow
 def test_under_vmap_and_without_jit_gradients_are_the_same():
     weights, x = list(jnp.linspace(-1.0, 1.0, 12).reshape(3, 2, 2)), jnp.arange(8.0).reshape(4, 2)
 
@@ -97,6 +95,7 @@ def test_what_is_computed_again_stays_in_the_compiled_program():
     assert tanhs(jax.checkpoint(layers)) == 12  # which the compiler for CPU devices takes out
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_root_of_the_depth():
     def activations(fn, depth):
         return compiled(fn, depth).memory_analysis().temp_size_in_bytes / (512 * 16 * 4)

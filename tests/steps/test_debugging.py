@@ -1,7 +1,10 @@
-"""Looking into a model_fn: prints, a faked pmap, no jit, tracebacks, the search for NaN."""
+"""Looking into a model_fn: prints, towers on one device, no jit, tracebacks, the search for NaN."""
 
 import collections
+import contextlib
+import functools
 import sys
+import tempfile
 import traceback
 
 import jax
@@ -9,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from testing.estimators import make, saved_steps
-from testing.towers import assert_close, replicate
+from testing.towers import assert_close, replicate, started
 
 import estimator as est
-from replicate import TowerOptimizer, num_towers, tower_index
+from replicate import TowerOptimizer, num_towers, replicate_model_fn, tower_index
 
 X = np.arange(8, dtype=np.float32).reshape(8, 1)
 Y = X[:, 0]
@@ -64,23 +68,11 @@ def test_a_debug_print_prints_once_per_tower(towers, capfd):
     assert printed() == expected
 
 
-# A faked pmap, and no jit.
+# Towers on one device, and no jit.
 
 
-@pytest.fixture
-def fake_pmap(monkeypatch):
-    """A function that replaces `jax.pmap` by a vmap, as chex does; it returns the list of calls' towers."""
-    calls = []
-
-    def fake(fn, axis_name=None, *, in_axes=0, out_axes=0, devices=None, **_):
-        calls.append(len(devices))
-        return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=axis_name)
-
-    def start():
-        monkeypatch.setattr(jax, "pmap", fake)
-        return calls
-
-    return start
+def on_one_device(model_fn):
+    return replicate_model_fn(model_fn, devices=["cpu:0"] * 2)
 
 
 def everything_model_fn(features, labels, mode):
@@ -112,22 +104,18 @@ def all_numbers(model_fn):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("disable_jit", [False, True])
-def test_a_faked_pmap_gives_the_same_numbers(fake_pmap, disable_jit):
-    model_fn = replicate(everything_model_fn, 2)
-    want = all_numbers(model_fn)
-    calls = fake_pmap()
+def test_towers_on_one_device_give_the_same_numbers(disable_jit):
+    want = all_numbers(replicate(everything_model_fn, 2))
     with jax.disable_jit(disable_jit):
-        got = all_numbers(model_fn)
-    assert len(calls) >= 2
-    assert set(calls) == {2}
+        got = all_numbers(on_one_device(everything_model_fn))
     assert_close(got, want)
 
 
 @pytest.mark.slow
-def test_a_faked_pmap_and_no_jit_train_an_estimator(fake_pmap, tmp_path):
-    estimators = [make(tmp_path / name, replicate(everything_model_fn, 2)) for name in ("real", "faked")]
+def test_towers_on_one_device_and_no_jit_train_an_estimator(tmp_path):
+    model_fns = replicate(everything_model_fn, 2), on_one_device(everything_model_fn)
+    estimators = [make(tmp_path / str(i), model_fn) for i, model_fn in enumerate(model_fns)]
     estimators[0].train(lambda: [(X, Y)] * 3)
-    fake_pmap()
     with jax.disable_jit():
         estimators[1].train(lambda: [(X, Y)] * 3)
     want, got = ({name: e.get_variable_value(name) for name in e.get_variable_names()} for e in estimators)
@@ -148,17 +136,15 @@ def test_without_jit_the_real_pmap_gives_the_same_numbers():
 
 
 @pytest.mark.slow
-def test_a_faked_pmap_calls_back_with_the_values_of_every_tower(fake_pmap):
+def test_towers_on_one_device_call_back_with_the_values_of_every_tower():
     seen = []
 
     def look(features, loss):
         jax.debug.callback(lambda i, x: seen.append((int(i), float(x))), tower_index(), features.sum())
         return loss
 
-    fake_pmap()
     with jax.disable_jit():
-        model = est.transform(replicate(linear_model_fn(look), 2))
-        state = model.init(jax.random.key(0), X, Y)
+        model, state = started(on_one_device(linear_model_fn(look)), X, Y)
         seen.clear()
         model.train_step(state, X, Y)
         jax.effects_barrier()
@@ -198,6 +184,76 @@ def test_without_jit_a_breakpoint_sees_values(replicated, monkeypatch, tmp_path)
     assert {17.5, 28.0} < {loss for _, loss in stops}
 
 
+# The settings of jax.
+
+CONTEXTS = {
+    "set_mesh": lambda: jax.set_mesh(jax.make_mesh((4,), ("data",))),
+    "set_mesh of two axes": lambda: jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"))),
+    "set_mesh, automatic": lambda: jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))),
+    "use_abstract_mesh": lambda: jax.sharding.use_abstract_mesh(jax.make_mesh((4,), ("data",)).abstract_mesh),
+    "checking_leaks": jax.checking_leaks,
+    "transfer_guard": lambda: jax.transfer_guard("disallow"),
+    "default_device": lambda: jax.default_device(jax.devices()[1]),
+    "default_matmul_precision": lambda: jax.default_matmul_precision("highest"),
+    "default_prng_impl": lambda: jax.default_prng_impl("rbg"),
+    "legacy_prng_key": lambda: jax.legacy_prng_key("error"),
+    "numpy_dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "numpy_rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "array_garbage_collection_guard": lambda: jax.array_garbage_collection_guard("log"),
+    "named_scope": lambda: jax.named_scope("mine"),
+}
+SWITCHES = """enable_checks debug_nans debug_infs debug_key_reuse disable_jit enable_custom_prng enable_x64 log_compiles
+    explain_cache_misses softmax_custom_jvp remove_size_one_mesh_axis_from_type thread_guard allow_f16_reductions
+    threefry_partitionable auto_pcast""".split()
+VALUES = {
+    "jax_transfer_guard": "disallow", "jax_traceback_filtering": "off",
+    "jax_check_static_indices": True, "jax_use_direct_linearize": False, "jax_use_shardy_partitioner": False,
+    "jax_enable_compilation_cache": False,
+    "jax_disallow_mesh_context_manager": True, "jax_pallas_enable_debug_checks": True,
+}  # fmt: skip
+
+
+# What may hold for one device alone: its mesh, where arrays are, how a program is run.
+ON_ONE = ["set_mesh", "transfer_guard", "default_device", "disable_jit", "remove_size_one_mesh_axis_from_type"]
+
+
+@contextlib.contextmanager
+def value_of_config(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def under(name):
+    if name in VALUES:
+        return value_of_config(name, VALUES[name])
+    return CONTEXTS[name]() if name in CONTEXTS else getattr(jax, name)(not getattr(jax.config, f"jax_{name}"))
+
+
+@functools.cache
+def numbers(towers, name=None):
+    """What an Estimator computes under a setting."""
+
+    def look(features, loss):
+        return loss * jax.random.uniform(est.make_rng(), (), loss.dtype, 1.0, 1.001)
+
+    with tempfile.TemporaryDirectory() as folder, under(name) if name else contextlib.nullcontext():
+        estimator = make(folder, replicate(linear_model_fn(look), towers), save_checkpoints_steps=2)
+        estimator.train(lambda: [(X, Y)] * 3)
+        return [estimator.evaluate(lambda: [(X, Y)])["loss"], *estimator.predict(lambda: X)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "towers"), [*((name, 4) for name in [*CONTEXTS, *SWITCHES, *VALUES]), *((name, 1) for name in ON_ONE)]
+)
+def test_an_estimator_works_under_each_setting_of_jax(name, towers):
+    np.testing.assert_allclose(numbers(towers, name), numbers(towers), rtol=1e-3)
+
+
 # Errors.
 
 
@@ -230,6 +286,7 @@ def use(model_fn, how, tmp_path):
         model.train_step(state, X, Y) if how == "train_step" else model.eval_step(state, X, Y)
 
 
+@pytest.mark.quick
 def test_an_error_in_the_towers_shows_the_users_line(filtering, tmp_path):
     errors = collections.deque([Mine(3, reason="mine"), TypeError("mine"), Mine(4, reason="mine")])
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.model_fns import minimizing, zeros
 
 import estimator as est
 
@@ -101,6 +102,7 @@ def test_randomness_changes_with_the_step_and_not_with_the_call():
     assert losses[0] == losses[2] != losses[1]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("kind", ["step", "loop"])
 def test_donate_takes_the_memory_of_the_state_and_only_then(donate, kind):
@@ -154,6 +156,7 @@ def test_nothing_runs_before_the_first_call():
     assert model_fn.traces == 1
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("form", ["list", "stacked"])
 def test_a_loop_equals_its_steps(form):
     _, model, state = fresh()
@@ -172,11 +175,7 @@ def test_a_loop_equals_its_steps(form):
 
 
 def test_a_loop_over_features_alone():
-    def model_fn(features, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
-        loss = jnp.mean((w - features) ** 2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.5)).minimize(loss))
-
+    model_fn = minimizing(lambda x, y: jnp.mean((zeros("w") - x) ** 2), est.Optimizer(optax.sgd(0.5)))
     model = est.transform(model_fn)
     batches = [jnp.full(2, float(i)) for i in range(3)]
     state = model.init(KEY, batches[0])
@@ -217,6 +216,7 @@ def test_other_keys_are_errors(key):
         fresh()[1].init(key, X, Y)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 @pytest.mark.usefixtures("users_compiler")
 def test_init_in_each_mode_gives_the_same_variables(mode):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import struct
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -57,6 +58,7 @@ SAFETENSORS = {
     "a header of no dict": ([["w", entry(0, 16)]], "its header is not a dict of arrays"),
     "a name twice": (TWICE, "its header has a name twice, one of ['w']"),
     "nested": (b'{"w":' + b"[" * 100_000, "maximum recursion depth exceeded"),
+    "many values": (b'{"w":[' + b"[]," * 500_000 + b"0]}", "its header has 1000002 values, and may have 1000000"),
     "no text": (b"\xc3{}", "'utf-8' codec can't decode"),
 }
 NPZ = {
@@ -93,6 +95,24 @@ def test_a_header_of_many_bytes_is_not_read(tmp_path):
     check_refused(path, "its header is not complete")
     os.truncate(path, 10**13 + 100)  # a sparse file, which takes no room
     check_refused(path, "its header has 10000000000000 bytes, and may have 100000000")
+
+
+BOMB = 100_000_000  # bytes, which are some hundred thousand in a zip file
+BOMBS = {
+    "a header": (zipfile.ZIP_DEFLATED, b"\x93NUMPY\2\0" + struct.pack("<I", BOMB), "EOF: reading array header"),
+    "an odd compression": (zipfile.ZIP_BZIP2, b"", "its array 'w' is compressed in a way that numpy does not write"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how, start, message", BOMBS.values(), ids=BOMBS)
+def test_an_npz_file_is_not_unpacked_before_it_is_known_what_it_holds(tmp_path, how, start, message):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", how) as file:
+        file.writestr("w.npy", start + bytes(BOMB))
+    tracemalloc.start()
+    check_refused(tmp_path / "a.npz", message)
+    assert tracemalloc.get_traced_memory()[1] < 10**7
+    tracemalloc.stop()
 
 
 def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):

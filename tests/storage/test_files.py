@@ -88,8 +88,8 @@ def test_the_package_of_a_store_that_is_missing_is_one_clear_error(monkeypatch):
         with pytest.raises(ImportError) as error:
             est.Estimator(lambda features, mode: None, url)
         assert str(error.value) == (
-            f"{url!r} is in a store that needs another package: pip install 'replicate-model-fn[{extra}]'. "
-            "(Install s3fs to access S3)"
+            f"{url!r} is in a store that needs another package. Install it in your clone: "
+            f"pip install -e '.[{extra}]'. (Install s3fs to access S3)"
         )
 
 

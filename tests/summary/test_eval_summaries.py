@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from testing.estimators import Linear, X, Y, endless, make, times
+from testing.hooks import When
 from testing.summaries import read, scalars, showing, shown
 
 import estimator as est
@@ -105,8 +106,7 @@ def test_the_values_of_a_dict_are_written_one_by_one(tmp_path, messages):
         return est.EstimatorSpec(mode, loss=spec.loss, train_op=spec.train_op, eval_metric_ops=metrics)
 
     estimator = make(tmp_path, model_fn)
-    results = estimator.evaluate(times(1))
-    assert results["parts"] == {"total": 28.0, "of": {"rows": 4}, "pair": (28.0, 4)}
+    assert estimator.evaluate(times(1))["parts"] == {"total": 28.0, "of": {"rows": 4}, "pair": (28.0, 4)}
     written = est.read_eval_metrics(estimator.eval_dir())[0]
     assert written["parts/total"] == 28 and written["parts/of/rows"] == 4
     assert "Skipping summary for parts/pair, must be a number or an array of numbers; got (28.0, 4)." in messages()
@@ -139,9 +139,6 @@ def test_a_state_in_memory_is_evaluated_into_the_eval_dir(tmp_path):
     metrics = est.read_eval_metrics(estimator.eval_dir("live"))
     assert list(metrics) == [2, 4] and metrics[4]["loss"] == hook.results["loss"]
     assert "checkpoint_path/text_summary" not in shown(estimator.eval_dir("live"))
-
-
-# Bars.
 
 
 class Terminal(io.StringIO):
@@ -184,16 +181,9 @@ def test_no_bars_elsewhere(tmp_path, monkeypatch):
 
 
 def test_an_evaluation_within_a_training_leaves_no_bar_behind(tmp_path, monkeypatch):
-    class Evaluate(est.Hook):
-        def next_step(self, step):
-            return 2 if step < 2 else None
-
-        def after_run(self, context, values):
-            estimator.evaluate_state(context.state, times(3))
-
-    terminal = Terminal()
+    terminal, estimator = Terminal(), make(tmp_path)
     monkeypatch.setattr("sys.stderr", terminal)
-    estimator = make(tmp_path)
-    estimator.train(endless, steps=3, hooks=[Evaluate()])
+    evaluates = When(2, after_run=lambda context: estimator.evaluate_state(context.state, times(3)))
+    estimator.train(endless, steps=3, hooks=[evaluates])
     text = terminal.getvalue()
     assert "Evaluation:" in text and "Evaluation:" not in text[text.rindex("\r") :]

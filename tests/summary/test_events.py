@@ -106,9 +106,10 @@ def test_a_run_replaces_the_steps_it_repeats(tmp_path, monkeypatch, processes, f
 
 
 def test_after_the_file_of_another_process_a_new_one_begins(tmp_path, monkeypatch):
-    """TensorBoard has left the older file."""
+    """TensorBoard has left the older file. The clock may be set back meanwhile."""
     for step, process in enumerate(("a", "a", "b", "a", "a"), start=1):
         monkeypatch.setattr("estimator.summary._event_writer._PROCESS", process)
+        monkeypatch.setattr("time.time_ns", lambda step=step: (2000 - 100 * step) * 10**9)
         write(tmp_path, {step: {"accuracy": float(step)}}, first=step, last=step)
     files = sorted(glob.glob(f"{tmp_path}/*tfevents*"))
     assert [name.split(".")[-2] for name in files] == ["a", "b", "a"]

@@ -55,6 +55,7 @@ def test_what_a_full_disk_cannot_take_is_missing_and_the_rest_is_there(tmp_path,
     assert ends == f"The summaries of the steps 4 to 6 are missing in {tmp_path}: [Errno 28] No space left on device"
 
 
+@pytest.mark.quick
 def test_training_and_evaluation_continue_on_a_full_disk(tmp_path, disk, caplog):
     disk.is_full = True
     estimator = make(tmp_path, save_summary_steps=1).train(times(5))

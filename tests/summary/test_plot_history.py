@@ -31,13 +31,19 @@ def test_a_run_and_its_evaluations_become_a_png(tmp_path):
     estimator.evaluate(times(1))
     estimator.evaluate(times(1), name="more")
     sys.modules.pop("matplotlib.pyplot", None)
-    path = est.plot_history(tmp_path)
-    assert path == str(tmp_path / "history.png")
+    assert est.plot_history(tmp_path) == str(tmp_path / "history.png")
     assert "matplotlib.pyplot" not in sys.modules
     assert est.plot_history(estimator.model_dir, tmp_path / "other.png") == str(tmp_path / "other.png")
     for name in ("history.png", "other.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
         assert os.path.getsize(tmp_path / name) > 1000
+
+
+def test_a_notebook_shows_the_picture(tmp_path):
+    make(tmp_path, showing, save_summary_steps=2).train(endless, steps=4)
+    picture, drawing = est.plot_history(tmp_path), est.plot_history(tmp_path, tmp_path / "drawing.svg")
+    assert picture._repr_png_() == (tmp_path / "history.png").read_bytes() and picture._repr_svg_() is None
+    assert drawing._repr_svg_().startswith("<?xml") and drawing._repr_png_() is None
 
 
 def test_there_is_a_panel_for_each_tag_with_the_curves_that_have_it(tmp_path, figures):
@@ -75,5 +81,5 @@ def test_without_a_history_it_says_what_writes_one(tmp_path):
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"needs matplotlib. Install it: pip install 'replicate-model-fn\[plot\]'"):
+    with pytest.raises(ImportError, match=r"package matplotlib. Install it in your clone: pip install -e '\.\[plot\]'"):
         est.plot_history(tmp_path)

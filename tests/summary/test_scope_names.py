@@ -131,6 +131,7 @@ def names_in_each_mode(model):
     return names, sorted(set(state.variables) - {"weight"})
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("rule", RULES)
 def test_a_scope_entered_again_has_a_prefix_of_its_own_and_the_same_variables(rule):
     body, names, variables = RULES[rule]

@@ -26,6 +26,7 @@ RATES = {"global_step/sec", "examples/sec", "input_wait"}
 # Which steps, and which values.
 
 
+@pytest.mark.quick
 @pytest.mark.covers("1.3 loss summary")
 @pytest.mark.parametrize("steps_per_loop", [1, 7, "auto"])
 def test_the_loss_of_the_steps_1_101_201_is_written(tmp_path, steps_per_loop):
@@ -39,6 +40,7 @@ def test_the_loss_of_the_steps_1_101_201_is_written(tmp_path, steps_per_loop):
     assert set(scalars(tmp_path / "run")) == {"loss"} | RATES
 
 
+@pytest.mark.quick
 @pytest.mark.covers("1.3 loss summary")
 @pytest.mark.parametrize("steps_per_loop", [1, 4])
 def test_what_the_model_fn_shows_is_written_as_hooks_see_it(tmp_path, steps_per_loop):
@@ -84,6 +86,8 @@ def showing_products(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.001)).minimize(loss))
 
 
+@pytest.mark.quick
+@pytest.mark.usefixtures("quick_steps")
 @pytest.mark.parametrize("distribution", [None, "SHARED_ROUND_ROBIN"])
 def test_programs_of_several_steps_show_what_single_steps_show(tmp_path, monkeypatch, distribution):
     model_fn = showing_products
@@ -131,6 +135,7 @@ def test_a_model_fn_that_shows_nothing_compiles_and_runs_no_more(tmp_path, compi
     assert len(read(tmp_path / "with")) == 6
 
 
+@pytest.mark.quick
 @pytest.mark.covers("4 SummarySaverHook")
 @pytest.mark.parametrize("model_fn", [None, showing])
 def test_moments_are_the_same_wherever_a_run_begins(tmp_path, model_fn):
@@ -141,6 +146,7 @@ def test_moments_are_the_same_wherever_a_run_begins(tmp_path, model_fn):
     assert steps_of(scalars(tmp_path)["loss"]) == [1, 11, 21]
 
 
+@pytest.mark.quick
 @pytest.mark.covers("4 SummarySaverHook")
 @pytest.mark.parametrize("model_fn", [None, showing])
 def test_writing_by_the_clock(tmp_path, model_fn):
@@ -176,9 +182,6 @@ def test_nothing_is_written_where_the_config_says_never(tmp_path, never):
     assert all(name.startswith("ckpt-") for name in os.listdir(tmp_path))
 
 
-# Towers.
-
-
 def test_towers_write_what_one_device_writes(tmp_path):
     written = []
     for towers in (1, 2, 4):
@@ -194,9 +197,6 @@ def test_towers_write_what_one_device_writes(tmp_path):
                 assert value.image == same.image
                 assert list(value.histo.bucket) == list(same.histo.bucket)
                 np.testing.assert_allclose(value.histo.bucket_limit, same.histo.bucket_limit)
-
-
-# The hook.
 
 
 def test_where_the_default_hook_stands_and_what_takes_its_place(tmp_path):

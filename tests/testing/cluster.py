@@ -1,24 +1,19 @@
-"""Several processes that work together, on this host: copies of one that has imported jax and not started its devices.
-
-As a script it is that one. For each line of its input, JSON, it makes copies, each with two CPU devices and its place
-in TF_CONFIG, and calls a function in all of them. Their output goes to files; their exit codes come last.
-"""
+"""Processes on this host, one or several that work together, which a test starts, sends signals to and waits for."""
 
 import atexit
 import contextlib
 import functools
-import importlib
 import json
 import os
 import signal
 import socket
-import sys
 import tempfile
 import time
 from typing import NamedTuple
 
-from testing import compiled
-from testing.processes import LIMIT_SECS, start_server
+from testing.processes import start_server
+
+LIMIT_SECS = 120  # of processes; then they say what each of their threads was doing, and are killed
 
 
 class Ended(NamedTuple):
@@ -28,11 +23,18 @@ class Ended(NamedTuple):
 
 
 class Cluster:
-    """Makes groups of processes, one group at a time."""
+    """Makes groups of processes, one group at a time.
 
-    def __init__(self):
-        self._server = start_server("testing.cluster")
-        self._pids = []
+    Args:
+      modules: what they have imported when they begin, beside this library.
+
+    Attributes:
+      pids: of the group, in its order.
+    """
+
+    def __init__(self, *modules):
+        self._server = start_server(modules)
+        self.pids = []
 
     def run(self, function, *args, processes=2, timeout=LIMIT_SECS):
         """Calls "module.function" with args (JSON) in each process; returns a list of `Ended`.
@@ -44,15 +46,21 @@ class Cluster:
 
     def start(self, function, *args, processes=2, timeout=LIMIT_SECS):
         """As `run`, without waiting; call `ended` for the result."""
-        if self._pids:  # of a test that failed between the two
+        if self.pids:  # of a test that failed between the two
             self.ended(kill=True)
         self._folder = tempfile.TemporaryDirectory()
         request = {"function": function, "args": args, "processes": processes, "timeout": timeout}
         # What a test may have set since the process that makes the others was started.
         request["env"] = {name: os.environ[name] for name in os.environ if name.startswith(("XLA_FLAGS", "AWS_"))}
-        self._server.stdin.write(json.dumps(request | {"folder": self._folder.name, "port": free_port()}) + "\n")
+        request |= {"folder": self._folder.name, "port": free_port()}
+        self._server.stdin.write(json.dumps(request, default=str) + "\n")
         self._server.stdin.flush()
-        self._pids = self._read()
+        self.pids = self._read()
+
+    def start_one(self, function, *args, until="blocked"):
+        """Starts a single process, and waits for a line of it."""
+        self.start(function, *args, processes=1)
+        self.wait_for(0, until)
 
     def wait_for(self, index, line):
         """Waits until a process has written a line."""
@@ -60,32 +68,38 @@ class Cluster:
 
     def wait_for_end(self, index):
         """Waits until a process has ended."""
-        self.wait_until(lambda: not self._is_alive(index), f"process {index} has not ended")
+        self.wait_until(lambda: not self.is_alive(index), f"process {index} has not ended")
 
     def wait_until(self, is_so, otherwise):
         """Waits for what processes do; returns what `is_so()` does at last."""
         deadline = time.monotonic() + LIMIT_SECS - 20
         while not (value := is_so()):
-            assert time.monotonic() < deadline, f"{otherwise}: {[self.lines(i) for i in range(len(self._pids))]}"
+            assert time.monotonic() < deadline, f"{otherwise}: {[self.lines(i) for i in range(len(self.pids))]}"
             time.sleep(0.01)
         return value
 
-    def lines(self, index):
+    def lines(self, index=0):
         path = os.path.join(self._folder.name, str(index))
         if not os.path.exists(path):  # it has only begun
             return []
         with open(path, errors="replace") as file:
             return file.read().splitlines()
 
-    def kill(self, index, number=signal.SIGKILL):
-        os.kill(self._pids[index], number)
+    def kill(self, index=0, number=signal.SIGKILL):
+        os.kill(self.pids[index], number)
+
+    def is_alive(self, index=0):
+        with contextlib.suppress(ProcessLookupError):
+            self.kill(index, 0)
+            return True
+        return False
 
     def ended(self, kill=False):
         if kill:
             self._kill_all()
         codes, secs = self._read()
         processes = [Ended(code, self.lines(i), secs[i]) for i, code in enumerate(codes)]
-        self._pids = []
+        self.pids = []
         self._folder.cleanup()
         return processes
 
@@ -94,14 +108,8 @@ class Cluster:
         self._server.kill()
         self._server.communicate()
 
-    def _is_alive(self, index):
-        with contextlib.suppress(ProcessLookupError):
-            self.kill(index, 0)
-            return True
-        return False
-
     def _kill_all(self):
-        for index in range(len(self._pids)):
+        for index in range(len(self.pids)):
             with contextlib.suppress(ProcessLookupError):
                 self.kill(index)
 
@@ -112,9 +120,9 @@ class Cluster:
 
 
 @functools.cache
-def shared_cluster():
+def shared_cluster(*modules):
     """One for all tests of this process, since its start takes seconds."""
-    cluster = Cluster()
+    cluster = Cluster(*modules)
     atexit.register(cluster.close)
     return cluster
 
@@ -122,57 +130,3 @@ def shared_cluster():
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
-
-
-def serve():
-    for line in sys.stdin:
-        request = json.loads(line)
-        began = time.monotonic()
-        pids = []
-        for index in range(request["processes"]):
-            open(os.path.join(request["folder"], str(index)), "w").close()
-            pids.append(os.fork())
-            if not pids[-1]:
-                return call(request, index)
-        print(json.dumps(pids), flush=True)
-        print(json.dumps(wait(pids, began, request["timeout"])), flush=True)
-    return None
-
-
-def call(request, index):
-    """The work of a copy; it ends as every script does, by the end of its main module or by an error that leaves it."""
-    output = os.open(os.path.join(request["folder"], str(index)), os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    addresses = [f"127.0.0.1:{request['port']}"] * request["processes"]
-    task = {"type": "worker", "index": index}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
-    os.environ.update({"XLA_FLAGS": ""} | request["env"])
-    compiled.use_folder()
-    module, _, function = request["function"].rpartition(".")
-    getattr(importlib.import_module(module), function)(*request["args"])
-
-
-def wait(pids, began, timeout):
-    """The exit codes, and the seconds after which they came; what runs too long is killed."""
-    ended = {}
-    while len(ended) < len(pids):
-        late = time.monotonic() - began > timeout
-        for pid in set(pids) - set(ended):
-            if late:
-                os.kill(pid, signal.SIGKILL)
-            child, status = os.waitpid(pid, 0 if late else os.WNOHANG)
-            if child:
-                ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic() - began
-        time.sleep(0.01)
-    return [ended[pid][0] for pid in pids], [ended[pid][1] for pid in pids]
-
-
-if __name__ == "__main__":
-    import jax
-
-    import estimator  # noqa: F401
-    import replicate  # noqa: F401
-
-    jax.config.update("jax_num_cpu_devices", 2)
-    serve()

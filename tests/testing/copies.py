@@ -37,9 +37,9 @@ def corrupt(monkeypatch, at_step, which):
     start = Training._start
 
     def corrupting(training, run, reporting):
-        before = training.context.global_step
+        before = training.global_step
         outcome = start(training, run, reporting)
-        if before < at_step <= training.context.global_step:
+        if before < at_step <= training.global_step:
             training._carry = which(training._carry, lambda array: with_copy(array, 1, one_bit()))
         return outcome
 

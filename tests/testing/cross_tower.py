@@ -12,8 +12,10 @@ from replicate.towers._map import TOWER_AXIS
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.int32)
 
 
-def in_towers(fn, towers):
+def in_towers(fn, towers, on_one_device=False):
     """`fn` of arrays with the towers as their first dimension, as a program."""
+    if on_one_device:
+        return jax.jit(jax.vmap(fn, axis_name=TOWER_AXIS))
     return jax.jit(jax.pmap(fn, axis_name=TOWER_AXIS, devices=jax.devices()[:towers]))
 
 

@@ -36,38 +36,56 @@ class Noted(est.Hook):
         self._note("end", context)
 
 
-class At(est.Hook):
-    """Does something after a step."""
+class When(est.Hook):
+    """Calls functions of the context at moments, as `When(after_run=f, end=g)`; after the steps that are given only,
+    if there are any."""
 
-    def __init__(self, step, does):
-        self.step, self.does = step, does
+    def __init__(self, *steps, **does):
+        self.steps, self.does = steps, does
 
     def next_step(self, step):
-        return self.step if step < self.step else None
+        if not self.steps:
+            return step + 1 if "after_run" in self.does else None
+        return min((s for s in self.steps if s > step), default=None)
+
+    def after_create_state(self, context):
+        self._call("after_create_state", context)
 
     def after_run(self, context, values):
-        self.does()
+        if not self.steps or context.step in self.steps:
+            self._call("after_run", context)
 
     def end(self, context):
         self.context = context
+        self._call("end", context)
+
+    def _call(self, moment, context):
+        if moment in self.does:
+            self.does[moment](context)
 
 
-class AtSteps(est.Hook):
+class At(When):
+    """Does something after a step."""
+
+    def __init__(self, step, does):
+        super().__init__(step, after_run=lambda context: does())
+
+
+class AtSteps(When):
     """Calls functions of the context after steps, by step; that of 0 before the first."""
 
     def __init__(self, calls):
-        self.calls = calls
+        first = {"after_create_state": calls[0]} if 0 in calls else {}
+        super().__init__(*(set(calls) - {0}), after_run=lambda context: calls[context.step](context), **first)
 
-    def next_step(self, step):
-        return min((s for s in self.calls if s > step), default=None)
 
-    def after_create_state(self, context):
-        if 0 in self.calls:
-            self.calls[0](context)
+def raising(error):
+    """A function that raises an error, whatever it gets."""
 
-    def after_run(self, context, values):
-        if context.global_step in self.calls:
-            self.calls[context.global_step](context)
+    def does(*_):
+        raise error
+
+    return does
 
 
 class NotedListener(est.CheckpointSaverListener):

@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import estimator as est
+from replicate import TowerOptimizer
 
 X = jnp.ones((2, 3))
 
@@ -24,6 +26,30 @@ def as_model_fn(body):
         return est.EstimatorSpec(mode, predictions=features, loss=jnp.float32(0), train_op=train_op)
 
     return model_fn
+
+
+def minimizing(loss_of, optimizer=optax.sgd(0.1), **options):  # noqa: B008
+    """A model_fn that minimizes `loss_of(features, labels)`, with an `est.Optimizer` or a `TowerOptimizer` of it."""
+
+    def model_fn(features, labels, mode):
+        loss = loss_of(features, labels)
+        made = optimizer if isinstance(optimizer, est.Optimizer) else TowerOptimizer(optimizer, **options)
+        return est.EstimatorSpec(mode, loss=loss, train_op=made.minimize(loss))
+
+    return model_fn
+
+
+def predicting(predictions_of):
+    """A model_fn that predicts `predictions_of(features)`."""
+    return lambda features, mode: est.EstimatorSpec(mode, predictions=predictions_of(features))
+
+
+def ones(name, shape=(), dtype=jnp.float32):
+    return est.get_variable(name, shape, dtype, jax.nn.initializers.ones)
+
+
+def zeros(name, shape=(), dtype=jnp.float32):
+    return est.get_variable(name, shape, dtype, jax.nn.initializers.zeros)
 
 
 layers = est.layers

@@ -1,11 +1,10 @@
-"""Processes to send signals to. To start one takes seconds: so one that has imported everything makes copies of itself.
-It has one thread, since a copy of a process of several can hang: OpenBLAS, which NumPy uses, must start none.
+"""A process that makes copies of itself, since to start one takes seconds: each copy calls a function of a test.
 
-As a script it is that one: for each line `[function, *args]` of its input, JSON, it makes a copy, which calls the
-function of a module, and tells how the copy ended.
+It has imported what those functions need, and has one thread: a copy of a process of several can hang. OpenBLAS, which
+NumPy uses, must start none. For each line of its input, JSON, it makes copies with two CPU devices each; several of
+them have their places in TF_CONFIG. It answers with their ids, and when all have ended, with how they did.
 """
 
-import contextlib
 import faulthandler
 import importlib
 import json
@@ -13,103 +12,81 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 
 from testing import compiled
 
-LIMIT_SECS = 120  # of a copy; then it ends, and says what each of its threads was doing
 TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def start_server(*command, stderr=None):
-    """A process that makes copies of itself, as it is asked to by lines, and answers by lines."""
+def start_server(modules=()):
+    """The process, which has imported `modules` too."""
     environment = {
         "JAX_PLATFORMS": "cpu",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([os.path.dirname(TESTS), TESTS]),
     }
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
-    return subprocess.Popen([sys.executable, "-m", *command], **pipes, text=True, env=os.environ | environment)
+    command, pipes = [sys.executable, "-m", __name__, *modules], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, env=os.environ | environment)
 
 
-class Processes:
-    """Copies of a process that has imported a module; one at a time."""
-
-    def __init__(self, module):
-        self._errors = tempfile.TemporaryFile("a+")
-        self._server = start_server("testing.processes", module, stderr=self._errors)
-        self._pid = None
-
-    def start(self, function, *args):
-        self._server.stdin.write(json.dumps([function, *args]) + "\n")
-        self._server.stdin.flush()
-        word, pid = self.read().split()
-        assert word == "started"
-        self._pid = int(pid)
-
-    def read(self):
-        """A line that the copy has printed; at last "ended <exit code>"."""
-        line = self._server.stdout.readline().strip()
-        assert line, f"the process that makes the others has ended: {self._said()}"
-        return line
-
-    def read_until(self, last):
-        """The lines before `last`, which the copy has to print."""
-        lines = []
-        while (line := self.read()) != last:
-            assert not line.startswith("ended "), f"{line}, without {last!r}; printed {lines}: {self._said()}"
-            lines.append(line)
-        return lines
-
-    def read_to_end(self):
-        """The lines that are left, and the exit code; negative: the signal that ended it."""
-        lines = []
-        while not (line := self.read()).startswith("ended "):
-            lines.append(line)
-        return lines, int(line.removeprefix("ended "))
-
-    def is_alive(self):
-        with contextlib.suppress(ProcessLookupError):
-            self.send(0)
-            return True
-        return False
-
-    def send(self, number):
-        os.kill(self._pid, number)
-
-    def send_to_group(self, number):
-        os.killpg(self._pid, number)
-
-    def ended(self):
-        """The exit code, after the lines that are left; negative: the signal that ended it."""
-        return self.read_to_end()[1]
-
-    def close(self):
-        if self._pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self.send(signal.SIGKILL)
-        self._server.kill()
-        self._server.communicate()
-        self._errors.close()
-
-    def _said(self):
-        self._errors.seek(0)
-        return self._errors.read()[-5000:]
-
-
-def serve(module):
+def serve():
     for line in sys.stdin:
-        function, *args = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            faulthandler.dump_traceback_later(LIMIT_SECS, exit=True)
-            compiled.use_folder()
-            return getattr(module, function)(*args)
-        print("started", pid, flush=True)
-        _, status = os.waitpid(pid, 0)
-        print("ended", os.waitstatus_to_exitcode(status), flush=True)
+        request = json.loads(line)
+        began = time.monotonic()
+        pids = []
+        for index in range(request["processes"]):
+            open(os.path.join(request["folder"], str(index)), "w").close()
+            pids.append(os.fork())
+            if not pids[-1]:
+                return call(request, index)
+        print(json.dumps(pids), flush=True)
+        print(json.dumps(wait(pids, began, request["timeout"])), flush=True)
     return None
 
 
+def call(request, index):
+    """The work of a copy; it ends as every script does, by the end of its main module or by an error that leaves it."""
+    output = os.open(os.path.join(request["folder"], str(index)), os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where a shell runs the tests beside it
+    faulthandler.dump_traceback_later(request["timeout"] - 5)
+    if request["processes"] > 1:
+        addresses = [f"127.0.0.1:{request['port']}"] * request["processes"]
+        task = {"type": "worker", "index": index}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
+    os.environ.update({"XLA_FLAGS": ""} | request["env"])
+    compiled.use_folder()
+    module, _, function = request["function"].rpartition(".")
+    getattr(importlib.import_module(module), function)(*request["args"])
+
+
+def wait(pids, began, timeout):
+    """The exit codes, and the seconds after which they came; what runs too long is killed."""
+    ended = {}
+    while len(ended) < len(pids):
+        late = time.monotonic() - began > timeout
+        for pid in set(pids) - set(ended):
+            if late:
+                os.kill(pid, signal.SIGKILL)
+            child, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+            if child:
+                ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic() - began
+        time.sleep(0.01)
+    return [ended[pid][0] for pid in pids], [ended[pid][1] for pid in pids]
+
+
 if __name__ == "__main__":
-    serve(importlib.import_module(sys.argv[1]))
+    import jax
+    import optax  # noqa: F401
+    import orbax.checkpoint  # noqa: F401
+    import tensorboardX  # noqa: F401
+
+    import estimator  # noqa: F401
+    import replicate  # noqa: F401
+
+    for each in sys.argv[1:]:
+        importlib.import_module(each)
+    jax.config.update("jax_num_cpu_devices", 2)
+    serve()

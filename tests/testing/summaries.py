@@ -110,17 +110,16 @@ import os, signal, sys
 sys.path.insert(0, "tests")
 import estimator as est
 from testing.estimators import endless, make
-from testing.hooks import At
+from testing.hooks import When
 
-class Kill(At):
-    def after_run(self, context, values):
-        context.look()
-        self.does()
+def kill(context):
+    context.look()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 model_dir, *trackers = sys.argv[1:]
 config = dict(save_summary_steps=10, save_checkpoints_steps=100, save_checkpoints_async=False)
 make(model_dir, trackers=[eval(each) for each in trackers], **config).train(
-    endless, hooks=[Kill(150, lambda: os.kill(os.getpid(), signal.SIGKILL))]
+    endless, hooks=[When(150, after_run=kill)]
 )
 """
 """A program that is killed after step 150; its arguments are a model_dir and trackers."""

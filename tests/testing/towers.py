@@ -67,6 +67,12 @@ def one_step(model_fn, features, labels=None):
     return model.train_step(state, features, labels)
 
 
+def predict(model_fn, features):
+    """The spec of a prediction with the initial values."""
+    model, state = started(model_fn, features, mode="infer")
+    return model.predict_step(state, features)
+
+
 @jax.jit  # one program; for `jax.device_get` metrics it is the same for all towers
 def results(metrics):
     return {name: metric.result() for name, metric in metrics.items()}
@@ -83,8 +89,7 @@ def trained(model_fn, batches, state=None):
     if state is None:
         state = model.init(jax.random.key(0), *jax.tree.map(lambda x: x[0], batches))
     state, spec = model.train_loop(state, batches)
-    metrics = results_of_steps(jax.device_get(spec.eval_metric_ops))
-    return state, (spec.loss, spec.predictions, metrics)
+    return state, (spec.loss, spec.predictions, results_of_steps(jax.device_get(spec.eval_metric_ops)))
 
 
 def assert_same_training(model_fn, replicated, batches, **tolerance):
@@ -129,6 +134,5 @@ def mlp_model_fn(optimizer, reduction="mean"):
 
 
 def regression(rows, seed=0, steps=STEPS):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(steps, rows, 3)).astype(np.float32)
+    x = np.random.default_rng(seed).normal(size=(steps, rows, 3)).astype(np.float32)
     return x, np.sin(x.sum(-1)).astype(np.float32)

@@ -33,8 +33,7 @@ def wide_mlp(optimizer="sgd", **options):
         b = est.get_variable("b", (104,), initializer=jax.nn.initializers.zeros, partition=("part",))
         v = est.get_variable("v", CUT["v"], partition=("part",))
         o = est.get_variable("o", (40, 1))
-        hidden = est.spread(jnp.tanh(features @ w + b), -1)
-        output = (jnp.tanh(hidden @ v) @ o)[:, 0]
+        output = (jnp.tanh(est.spread(jnp.tanh(features @ w + b), -1) @ v) @ o)[:, 0]
         export = {"serving_default": est.export.PredictOutput(output)}
         if mode == est.ModeKeys.PREDICT:
             return est.EstimatorSpec(mode, predictions={"output": output}, export_outputs=export)

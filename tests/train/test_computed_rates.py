@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.towers import started
 
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -43,8 +44,7 @@ def model_fn_with(optimizer, wrap=TowerOptimizer):
 
 def trained(model_fn):
     """The values of the variable after each step, and the learning rates of the steps."""
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), X, X / 2)
+    model, state = started(model_fn, X, X / 2)
     values, rates = [], []
     for _ in range(STEPS):
         state, spec = model.train_step(state, X, X / 2)
@@ -85,6 +85,7 @@ def test_a_rate_computed_in_towers_is_the_rate_of_the_step(optimizer, way):
     np.testing.assert_allclose(rates[:4], [0, 0.05, 0.05, 0.1 * 0.5**1.5], rtol=1e-6)
 
 
+@pytest.mark.quick
 def test_a_rate_computed_without_towers(optimizer):
     make, values, rates = optimizer
     np.testing.assert_allclose(trained(model_fn_with(make, lambda o: o)), (values, rates), rtol=1e-6)
@@ -130,8 +131,7 @@ def test_a_number_that_the_program_changes_counts_from_the_next_start_on(tmp_pat
 
 
 def test_set_learning_rate_says_that_the_program_gives_the_rate():
-    model = est.transform(model_fn_with(lambda _: est.train.AdamOptimizer(0.1), lambda o: o))
-    state = model.init(jax.random.key(0), X, X / 2)
+    model, state = started(model_fn_with(lambda _: est.train.AdamOptimizer(0.1), lambda o: o), X, X / 2)
     with pytest.raises(ValueError, match="which the program gives in each step. Write"):
         est.set_learning_rate(state, "Adam", 0.2)
 

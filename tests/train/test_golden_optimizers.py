@@ -53,8 +53,12 @@ def batches():
         }
 
 
-@pytest.mark.parametrize("towers", [0, 4])
-@pytest.mark.parametrize("case", GOLDEN["optimizers"], ids=named)
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "case, towers",
+    [*((case, 0) for case in GOLDEN["optimizers"]), *((case, 4) for case in GOLDEN["optimizers"][::3])],
+    ids=lambda each: each if isinstance(each, int) else named(each),
+)
 def test_optimizers_have_the_numbers_of_tensorflow(case, towers):
     model_fn = model_fn_of(case, TowerOptimizer if towers else lambda optimizer: optimizer)
     if towers:

@@ -39,6 +39,7 @@ def step(towers=0, **params):
 GRADIENTS = {"a": np.array([3.0, 4.0]), "b": np.array(3.0)}  # of norm sqrt(34)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "params, factors",
     [
@@ -84,6 +85,7 @@ def table_fn(features, labels, mode, params):
     return est.EstimatorSpec(mode, loss=rows.sum(), train_op=train_op)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("noise, changed", [(None, [False, True, False, True]), (0.1, [True] * 4)])
 def test_rows_of_a_table_are_clipped_by_the_norm_of_their_sums(noise, changed):
     model, state = started(table_fn, X, params={"gradient_noise_scale": noise})
@@ -122,3 +124,9 @@ REFUSED = {
 def test_wrong_arguments_are_errors(params, error, message):
     with pytest.raises(error, match=message):
         started(model_fn, X, params=params)
+
+
+def test_in_towers_a_name_counts_as_a_wrapped_optimizer():
+    want, _ = step(1, optimizer="Adam")
+    for name, change in step(2, optimizer="Adam")[0].items():
+        np.testing.assert_allclose(change, want[name], rtol=1e-6)

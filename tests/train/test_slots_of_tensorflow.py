@@ -38,6 +38,7 @@ def started(tmp_path, scope="", optimizer=est.train.AdamOptimizer, **settings):
     return hook.state
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("scope", ["", "new_"])
 def test_adam_continues_with_the_slots_of_tensorflow(tmp_path, scope):
     renames = {f"{scope}dense/{part}": f"dense/{part}" for part in ("kernel", "bias")} if scope else None

@@ -97,8 +97,7 @@ def model_fn_with(make, dtype=jnp.float32):
 
 def state_after(model_fn, steps=3):
     model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), X, 2 * X)
-    return model.train_loop(state, [(X, 2 * X)] * steps)[0]
+    return model.train_loop(model.init(jax.random.key(0), X, 2 * X), [(X, 2 * X)] * steps)[0]
 
 
 MAKE = {
@@ -109,6 +108,7 @@ MAKE = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_variables_that_are_trees_and_of_half_precision(make):
     """Slots keep the dtype of their variable, so that a loop of steps has one state."""

@@ -141,6 +141,9 @@ def test_what_a_policy_leaves_as_it_is():
         assert half.dtype == jnp.bfloat16 and est.read_variable("half").dtype == jnp.float32
         assert est.get_variable("mean", (2,), trainable=False).dtype == jnp.float32
         assert est.get_variable("n", (2,), jnp.int32).dtype == jnp.int32
+        # As of a network of Haiku, whose weights have the dtype of its inputs.
+        whole = est.get_variable("whole", lambda key: {"w": jnp.ones(2, jnp.bfloat16)})
+        assert whole["w"].dtype == jnp.bfloat16 and est.read_variable("whole")["w"].dtype == jnp.float32
         mixed = est.get_variable("mixed", initializer=MIXED, trainable=False)
         assert [mixed["a"].dtype, mixed["n"].dtype] == [jnp.float32, jnp.int32]
         frozen = est.layers.dense(features, 2, trainable=False)

@@ -105,6 +105,11 @@ REFUSED = {
             lambda: est.get_variable("w", (2,), initializer=jnp.ones(2)),
             r"got the shape \(2,\) and an initializer that is a value",
         ),
+        (lambda: est.get_variable("w", (2, 0)), r"got the shape \(2, 0\), which has no elements"),
+        (
+            lambda: est.get_variable("w", lambda key: {"a": jnp.ones(2), "b": jnp.ones((0, 3))}),
+            r"`est.get_variable\('w'\)` got the shape \(0, 3\) at \['b'\], which has no elements",
+        ),
         (
             lambda: est.get_variable("w", (2,), initializer=jax.nn.initializers.glorot_uniform),
             r"must return an array of shape \(2,\); got .*Some initializers of jax.nn are factories",
@@ -171,10 +176,22 @@ REFUSED = {
         (lambda: est.get_variable("w", (np.ones(3), np.ones(3))), "of type ndarray. An initial value"),
         (lambda: est.get_variable("w", "ab"), "got 'ab', of type str"),
         (lambda: est.get_variable("w", 2, "floaty"), "needs a dtype such as `jnp.float32`; got 'floaty'"),
+        *(
+            (
+                lambda dtype=dtype: est.get_variable("w", 2, dtype),
+                f"'w'.` got the dtype {dtype}, which a variable cann",
+            )
+            for dtype in ("int4", "uint4", "int2", "float4_e2m1fn", "float8_e4m3")
+        ),
+        (
+            lambda: est.get_variable("w", lambda key: {"a": jnp.ones(2), "b": jnp.zeros(2, jnp.int4)}),
+            r"got the dtype int4 at \['b'\], which a variable cannot have. Use one of 8 bits",
+        ),
     ],
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("error, body, message", refused.rows(REFUSED))
 def test_bad_declarations_are_errors(error, body, message):
     with pytest.raises(error, match=message):

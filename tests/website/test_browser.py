@@ -97,6 +97,7 @@ QUERIES = {
     "mixed precision": "how_to/half_precision.html",
     "multi gpu": "how_to/several_gpus.html",
     "out of memory": "troubleshooting.html",
+    "pandas": "how_to/tables.html",
     "pdb": "how_to/debug.html",
     "pmap": "how_to/from_jit_loop.html",
     "read_history": "reference/summaries.html",
@@ -107,6 +108,17 @@ QUERIES = {
     "tensorboard": "how_to/look_into_a_run.html",
     "tf.train.AdamOptimizer": "tensorflow_names.html",
     "tower": "reference/glossary.html",
+    "onnx": "reference/export.html",
+    "jupyter": "how_to/look_into_a_run.html",
+    "progress bar": "how_to/look_into_a_run.html",
+    "custom training loop": "reference/functions.html",
+    "callback": "how_to/custom_hook.html",
+    "class weights": "reference/losses.html",
+    "confusion matrix": "reference/metrics.html",
+    "transfer learning": "how_to/fine_tune.html",
+    "freeze layers": "how_to/fine_tune.html",
+    "save best checkpoint": "tutorial/training_for_real.html",
+    "weight decay mask": "how_to/fine_tune.html",
 }
 
 

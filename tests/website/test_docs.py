@@ -4,16 +4,26 @@ import ast
 import json
 import pathlib
 import re
+import runpy
+import sys
+import warnings
 
 import jax
 import numpy as np
 import pytest
 from testing.cluster import shared_cluster
-from testing.website import coverage_page, wrap
+from testing.website import coverage_page
 
 import estimator as est
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+GENERATED = {"coverage.md", "coverage_rows.md", "tensorflow_names.md"}
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in GENERATED]
+PAGES += [ROOT / "examples" / "README.md"]
+IS_CODE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+MAY_BE_LONG = re.compile(r" *(#|\||!\[|<|:::|>|---|\[\^?[\w-]+\]:|\?\?\?|!!!)| {4,}options:")
+MARK = re.compile(r" *(?:[-*+] +|\d+\. +)?")
+WORD = re.compile(r"(?:`+[^`]+`+|\[[^\]]*\]\([^)]*\)|\S)+")
 
 
 def code_of(page):
@@ -80,10 +90,40 @@ def test_the_example_of_wide_towers_prints_what_the_page_says(capsys):
     assert [line[:6] for line in outputs] == [line[:6] for line in said]  # less what XLA needs besides
 
 
-@pytest.mark.parametrize("page", wrap.pages(*wrap.PAGES), ids=lambda page: page.relative_to(ROOT).as_posix())
+def commands():
+    """The commands of Python that a page or a docstring tells to run, with the text up to the end of each."""
+    sources = [path for package in ("estimator", "replicate") for path in (ROOT / package).rglob("*.py")]
+    for path in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sources]:
+        text = path.read_text(encoding="utf-8")
+        yield from re.findall(
+            r"python (-m (?:estimator|replicate)[\w.]*|(?:benchmarks|examples)/[a-z_]+\.py)(.*)", text
+        )
+
+
+def test_every_command_of_a_page_is_one_that_runs_and_has_the_options_that_it_is_given(monkeypatch, capsys):
+    found, helps = list(commands()), {}
+    assert len(found) > 20
+    for what, rest in found:
+        given = re.split(r"[`#]| \w+\.py\b", rest)[0]  # what stands after a script is the script's
+        module = what.removeprefix("-m ")
+        if module.endswith(".py"):
+            text = (ROOT / module).read_text(encoding="utf-8") + (ROOT / "benchmarks/results.py").read_text("utf-8")
+        elif (text := helps.get(module)) is None:
+            monkeypatch.setattr(sys, "argv", [module, "--help"])
+            with pytest.raises(SystemExit) as end, warnings.catch_warnings(action="ignore"):  # it was imported before
+                runpy.run_module(module, run_name="__main__")
+            assert end.value.code == 0
+            text = helps[module] = capsys.readouterr().out
+        for option in re.findall(r"--[\w-]+", given):
+            assert option in text, (what, option)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_prose_is_wrapped_at_80_columns(page):
-    text = page.read_text(encoding="utf-8")
-    assert wrap.wrapped(text) == text, "Wrap it: python tests/testing/website/wrap.py"
+    """But for code, tables, headings and pictures, and a word that is longer."""
+    lines = IS_CODE.sub("", page.read_text(encoding="utf-8")).splitlines()
+    prose = [line for line in lines if len(line) > 80 and not MAY_BE_LONG.match(line)]
+    assert [line for line in prose if len(WORD.findall(MARK.sub("", line, count=1))) > 1] == []
 
 
 def test_docstrings_come_to_their_arguments_within_40_lines():

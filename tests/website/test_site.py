@@ -22,6 +22,7 @@ PUBLIC = [
     "estimator.feature_column",
     "estimator.hooks",
     "estimator.inputs",
+    "estimator.io",
     "estimator.layers",
     "estimator.losses",
     "estimator.metrics",
@@ -162,6 +163,7 @@ def test_the_site_links_the_addresses_of_pyproject(tmp_path, monkeypatch):
         assert (found["repo_url"], found["site_url"]) == links
 
 
+@pytest.mark.quick
 def test_the_readme_is_short_and_its_links_lead_somewhere():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 95

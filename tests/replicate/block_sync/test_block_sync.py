@@ -14,7 +14,11 @@ from testing.towers import OPTIMIZERS, REDUCTIONS, assert_close, cpus, mlp_model
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, bmuf, num_towers, replicate_model_fn, tower_index
 
-GOLDEN = json.loads((pathlib.Path(__file__).resolve().parents[2] / "golden" / "bmuf_caffe2.json").read_text())["cases"]
+GOLDEN = [
+    case
+    for name in ("bmuf_caffe2.json", "bmuf_warm_reset_caffe2.json")
+    for case in json.loads((pathlib.Path(__file__).resolve().parents[2] / "golden" / name).read_text())["cases"]
+]
 DILOCO = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
@@ -56,6 +60,7 @@ def without_end(towers, momentum):
     return caffe2_model(case, BlockSync(1000, bmuf()))
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
 def test_caffe2s_numbers(case):
@@ -157,6 +162,57 @@ def test_a_block_of_one_step_is_synchronous_training(towers, reduction):
     assert_close(got.predictions, want.predictions)
     for name, metric in want.eval_metric_ops.items():
         assert_close(*[jax.vmap(lambda m: m.result())(m) for m in (got.eval_metric_ops[name], metric)])
+
+
+def local_sgd(batches, towers, ends):
+    """In plain jax: each tower has its own w and momentum; at the steps `ends` both are averaged."""
+    gradient = jax.jit(jax.vmap(jax.grad(lambda w, x, y: jnp.mean((x @ w - y) ** 2))))
+    w = momentum = jnp.zeros((towers, 3))
+    for step, (x, y) in enumerate(zip(*batches, strict=True), start=1):
+        momentum = 0.9 * momentum + gradient(w, x.reshape(towers, -1, 3), y.reshape(towers, -1))
+        w = w - 0.1 * momentum
+        if step in ends:
+            w, momentum = (jnp.broadcast_to(each.mean(0), each.shape) for each in (w, momentum))
+    return w, momentum
+
+
+@pytest.mark.parametrize(("block_steps", "ends"), [(2, (2, 4, 6)), (lambda step: jnp.where(step < 2, 1, 3), (1, 2, 5))])
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (cpus(4), {"sync_slots": "mean"}),
+        (cpus(4), {"sync": ("optimizer/0/trace/w",)}),
+        (["cpu:0"] * 4, {"sync": ["optimizer"]}),
+    ],
+)
+def test_averaged_momenta_are_local_sgd_written_out(devices, options, block_steps, ends):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
+        loss = jnp.mean((features @ w - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1, 0.9)).minimize(loss))
+
+    batches = regression(24, steps=7)
+    block_sync = BlockSync(block_steps, optax.sgd(1.0), **options)
+    state, _ = trained(est.transform(replicate_model_fn(model_fn, devices=devices, block_sync=block_sync)), batches)
+    w, momentum = local_sgd(batches, 4, ends)
+    assert_close(state_of_blocks(state).copies["w"], w)
+    assert_close(state.slots["optimizer"][0].trace["w"], momentum)
+
+
+@pytest.mark.slow
+def test_only_floats_of_variables_are_averaged_by_default():
+    make = optax.inject_hyperparams(optax.adam)
+    batches = regression(12, steps=2)
+    options = {"block_steps": 2, "outer_optimizer": optax.sgd(1.0)}
+    own, mean = (
+        trained(blocks(mlp_model_fn(make(0.02)), 3, BlockSync(**options, **more)), batches)[0].slots["optimizer"]
+        for more in ({}, {"sync_slots": "mean"})
+    )
+    for name in ("mu", "nu"):
+        want = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), getattr(own.inner_state[0], name))
+        assert_close(getattr(mean.inner_state[0], name), want)
+    assert_close(mean.hyperparams, own.hyperparams, rtol=0, atol=0)
+    assert mean.inner_state[0].count.tolist() == mean.count.tolist() == [2, 2, 2]
 
 
 def test_steps_one_by_one_match_a_loop():
@@ -368,6 +424,8 @@ def slope_model_fn(features, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(1.0)).minimize(loss))
 
 
+@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("block_steps", [2, 3, 5])
 def test_a_state_in_mid_block_loses_nothing_in_a_model_with_other_blocks(block_steps):
     x = np.ones(4, np.float32)

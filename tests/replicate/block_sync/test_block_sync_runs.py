@@ -50,6 +50,22 @@ def test_a_run_that_stopped_within_a_block_resumes_bit_by_bit(tmp_path, steps_pe
 
 
 @pytest.mark.slow
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("steps", "line"),
+    [
+        (4, None),
+        (5, "1 step of the current block is not averaged yet: evaluation, prediction and export use"),
+        (10, "2 steps of the current block are not averaged yet: evaluation, prediction and export use"),
+    ],
+)
+def test_training_that_ends_within_a_block_says_so_in_a_line(steps, line, tmp_path, messages):
+    estimator(tmp_path, towers=2).train(batches(), steps=steps)
+    said = [message for message in messages() if "averaged yet" in message]
+    assert [message.startswith(line) for message in said] == ([] if line is None else [True])
+
+
+@pytest.mark.slow
 def test_an_estimator_logs_and_evaluates_what_its_model_does(tmp_path):
     trained = estimator(tmp_path, steps_per_loop=4, save_summary_steps=4)
     trained.train(batches(), steps=12)
@@ -157,7 +173,7 @@ def test_a_step_within_a_block_copies_no_variable_and_no_slot():
     model = est.transform(replicate_model_fn(model_fn, devices=cpus(2), block_sync=BlockSync(8)))
     state = model.abstract_init(x[0], y[0])
     text = jax.jit(model.train_loop, donate_argnums=0).lower(state, (x, y)).compile().as_text()
-    [step] = [computation for computation in text.split("\n\n") if " conditional(" in computation]
+    [step] = [part for part in text.split("\n\n") if " conditional(" in part and "ENTRY" not in part]
     assert len(re.findall(r"f32\[61,61\]\S* (?:dot|fusion)\(", step)) >= 2  # the gradients
     assert not re.findall(r"61,61\]\S* copy\(", step)
 
@@ -216,6 +232,12 @@ def test_state_and_memory_are_one_tower_on_each_device():
         ),
         (lambda: BlockSync(2, 0.9), TypeError, "takes an optax transformation as outer_optimizer, such as .* got 0.9"),
         (lambda: BlockSync(2, sync="mean"), TypeError, "takes a list of names of variables as sync; got 'mean'"),
+        (
+            lambda: BlockSync(2, sync_slots="sum"),
+            ValueError,
+            'takes None or "mean" as sync_slots.*sync_slots=.sum. and',
+        ),
+        (lambda: BlockSync(2, sync_slots="mean", reset_slots=True), ValueError, "with reset_slots only None.*=True"),
         (lambda: bmuf(0.0), ValueError, "needs a finite block_learning_rate > 0; got 0.0"),
         (lambda: bmuf(block_momentum=1.0), ValueError, "needs 0 <= block_momentum < 1, or None, .* got 1.0"),
     ],
@@ -240,22 +262,48 @@ def test_arguments_that_do_not_go_together(options, error, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "sync", "message"),
+    ("name", "options", "message"),
     [
-        ("sgd", ["seen", "w"], r"sync=\['seen', 'w'\]\)` names \['w'\], but what .* assigns in training is \['seen'\]"),
-        ("block_sync", [], "An optimizer is named 'block_sync', as is what `BlockSync` keeps in the slots. Rename it."),
+        (
+            "sgd",
+            {"sync": ["seen", "w"]},
+            r"sync=\['seen', 'w'\]\)` names \['w'\], but what .* assigns in training is \['seen'\]",
+        ),
+        (
+            "sgd",
+            {"sync": ["sgd/0/trace/v"]},
+            r"names \['sgd/0/trace/v'\], but .* no floats in the slots of \['sgd'\] have such a",
+        ),
+        ("sgd", {"sync": ["sgd/1/count"]}, r"names \['sgd/1/count'\], but .* no floats in the slots"),
+        (
+            "sgd",
+            {"sync": ["sgd/0"], "reset_slots": True},
+            r"averages the slots \['sgd/0'\], and initializes them again",
+        ),
+        ("block_sync", {}, "An optimizer is named 'block_sync', as is what `BlockSync` keeps in the slots. Rename it."),
     ],
 )
-def test_names_that_are_not_there_or_taken(name, sync, message):
+def test_names_that_are_not_there_or_taken(name, options, message):
     def model_fn(features, mode):
         loss = jnp.mean(est.get_variable("w", (1,)) * features)
         est.get_variable("seen", (), jnp.int32, trainable=False)
         est.assign_add("seen", jnp.int32(1))
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1), name).minimize(loss))
+        sgd = optax.sgd(optax.constant_schedule(0.1), momentum=0.9)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(sgd, name).minimize(loss))
 
-    replicated = replicate_model_fn(model_fn, devices=cpus(2), block_sync=BlockSync(2, sync=sync))
+    replicated = replicate_model_fn(model_fn, devices=cpus(2), block_sync=BlockSync(2, **options))
     with pytest.raises(ValueError, match=message):
         est.transform(replicated).init(jax.random.key(0), X[0])
+
+
+@pytest.mark.parametrize("length", [lambda step: 2.0, lambda step: jnp.arange(2)])
+def test_a_length_of_a_block_that_is_no_integer(length):
+    model = est.transform(
+        replicate_model_fn(mlp_model_fn(optax.sgd(0.1)), devices=cpus(2), block_sync=BlockSync(length))
+    )
+    state = model.init(jax.random.key(0), X[0], Y[0])
+    with pytest.raises(TypeError, match="got as block_steps must return an integer, .* begins at the given step; got"):
+        model.train_step(state, X[0], Y[0])
 
 
 def test_a_plain_optimizer_is_refused_as_in_synchronous_training():

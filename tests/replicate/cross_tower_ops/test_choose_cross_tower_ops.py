@@ -85,8 +85,7 @@ def test_arrays_that_are_faster_alone_are_not_packed(choose):
     """What is summed in 8 arrays of 8,000 bytes was faster alone, in 8 of 80 not."""
     ops = choose([row(640), row(64_000, alone=0.5)])
     arrays = [floats(80), floats(8_000), jax.ShapeDtypeStruct((3,), jnp.int32), floats(40), floats(80_000), floats(700)]
-    text = lowered(ops, 4, *arrays)
-    vectors = re.findall(r"\) : \(tensor<(\w+)>\) -> tensor", text)
+    vectors = re.findall(r"\) : \(tensor<(\w+)>\) -> tensor", lowered(ops, 4, *arrays))
     assert sorted(vectors) == sorted(["205xf32", "2000xf32", "20000xf32", "3xi32"])
 
 

@@ -18,12 +18,13 @@ SHAPES = [(), (0,), (1,), (3,), (7, 5), (64,), (2, 0, 3), (101,)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2, 3, 4, 5, 8])
-def test_every_algorithm_takes_the_sum_and_all_towers_have_the_same_bits(towers):
+@pytest.mark.parametrize("towers, on_one_device", [*((n, False) for n in (1, 2, 3, 4, 5, 8)), (3, True), (4, True)])
+def test_every_algorithm_takes_the_sum_and_all_towers_have_the_same_bits(towers, on_one_device):
     rng = np.random.default_rng(towers)
     arrays = [array for dtype in DTYPES for array in random_arrays(rng, towers, SHAPES, dtype)]
     ops = {name: AllReduce(name) for name in (*ALGORITHMS, "ring/tree")}
-    by_name = in_towers(lambda values: {name: op.sum_in_towers(values) for name, op in ops.items()}, towers)(arrays)
+    program = in_towers(lambda x: {name: op.sum_in_towers(x) for name, op in ops.items()}, towers, on_one_device)
+    by_name = program(arrays)
     for sums in by_name.values():
         assert_sums(sums, arrays)
 
@@ -132,6 +133,7 @@ def test_every_vector_takes_the_collectives_of_its_algorithm(algorithm):
         assert collectives(lowered(AllReduce(algorithm, num_packs=2), towers, ints=()).as_text()) == twice
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("packing", PACKS)
 def test_there_are_as_many_collectives_as_packs(packing):
     arguments, packs = PACKS[packing]
@@ -243,12 +245,31 @@ LIMITS = (
 TUPLES = "`MultiWorkerAllReduce` takes tuples (algorithm, shards, limit in bytes) as all_reduce_spec, such as "
 
 
-@pytest.mark.parametrize("name", ["nccl", "", "ring/", "ring/psum/tree", "/ring", 3, None])
+@pytest.mark.parametrize("name", ["star", "", "ring/", "ring/psum/tree", "/ring", 3, None])
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match=re.escape("`AllReduce` " + ALGORITHM.format(repr(name)))):
         AllReduce(name)
     with pytest.raises(ValueError, match=re.escape("`MultiWorkerAllReduce` " + ALGORITHM.format(repr(name)))):
         MultiWorkerAllReduce([("psum", 1, 4), (name, 1, None)])
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("nccl", "TensorFlow's 'nccl' is \"psum\" here."),
+        ("hierarchical_copy", "TensorFlow's 'hierarchical_copy' is \"hierarchical\" here."),
+        ("nccl/xring", "TensorFlow's 'nccl' is \"psum\" here. TensorFlow's 'xring' is \"ring\" here."),
+        ("nccl/rechd", "TensorFlow's 'rechd' is \"recursive_halving_doubling\" here."),
+        (
+            "pscpu/pscpu",
+            "has no algorithm 'pscpu/pscpu'. TensorFlow's 'pscpu' is `ReductionToOneDevice()` here. Choose",
+        ),
+    ],
+)
+def test_names_of_tensorflow_are_refused_with_the_name_here(name, hint):
+    for op in (AllReduce, MultiWorkerAllReduce):
+        with pytest.raises(ValueError, match=re.escape(hint)):
+            op(name)
 
 
 @pytest.mark.parametrize("op", [AllReduce, MultiWorkerAllReduce])
@@ -282,18 +303,19 @@ def test_values_that_make_no_sense_are_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize("spec", [[], (), "psum", ["psum"], [("psum",)], [("psum", 1, 2, 3)], None])
+@pytest.mark.parametrize("spec", [[], (), ["psum"], [()], [("psum", 1, 2, 3)], None])
 def test_a_spec_is_made_of_tuples(spec):
     message = TUPLES + f'[("tree", 1, 4096), ("ring", 2, None)]; got {spec!r}.'
     with pytest.raises(TypeError, match=re.escape(message)):
         MultiWorkerAllReduce(spec)
 
 
-def test_one_tuple_is_a_spec():
-    text = lowered(MultiWorkerAllReduce(("ring", 2, -1), num_packs=1), 4, ints=()).as_text()
-    assert collectives(text) == {"collective_permute": 2 * 6}
-    text = lowered(MultiWorkerAllReduce(("ring", 2), num_packs=1), 4, ints=()).as_text()
-    assert collectives(text) == {"collective_permute": 2 * 6}
+@pytest.mark.parametrize(
+    ("spec", "shards"), [(("ring", 2, -1), 2), (("ring", 2), 2), (("ring",), 1), ("ring", 1), ([("ring",)], 1)]
+)
+def test_a_tuple_or_a_name_is_a_spec(spec, shards):
+    text = lowered(MultiWorkerAllReduce(spec, num_packs=1), 4, ints=()).as_text()
+    assert collectives(text) == {"collective_permute": shards * 6}
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, "words", 3])

@@ -1,13 +1,6 @@
 """The explanation of a training step says what the compiled program has and where the state lives."""
 
-import collections
-import html.parser
-import os
-import pathlib
 import re
-import subprocess
-import sys
-import xml.etree.ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +8,14 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental.sparse import BCOO
+from testing.model_fns import minimizing, zeros
 from testing.towers import cpus, mlp_model_fn, regression
 
 import estimator as est
 from estimator.core._frame import current_frame
-from replicate import BlockSync, TowerOptimizer, VariableDistribution, cross_tower_mean, explain, replicate_model_fn
+from replicate import BlockSync, VariableDistribution, cross_tower_mean, explain, replicate_model_fn
 from replicate.cross_tower_ops import AllReduce
 from replicate.explain import collectives
-from replicate.explain.__main__ import main
-
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 X, Y = jax.ShapeDtypeStruct((8, 3), np.float32), jax.ShapeDtypeStruct((8,), np.float32)
 VARIABLES = 4 * (3 * 4 + 4 + 4)  # bytes of those below
@@ -43,6 +34,7 @@ def kinds(report):
     return [(each.kind, each.dtype, each.bytes, each.participants) for each in report.collectives]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [2, 4])
 def test_mirrored_variables_have_one_all_reduce_per_dtype(towers):
     report = explain(model_fn, X, Y, devices=cpus(towers))
@@ -60,10 +52,12 @@ def test_mirrored_variables_have_one_all_reduce_per_dtype(towers):
     assert {home.where for home in report.variables} == {f"whole on each of {towers} devices"}
 
 
-def test_one_tower_needs_no_communication():
-    report = explain(model_fn, X, Y, devices=cpus(1))
-    assert report.collectives == () and report.communication_seconds == 0 and report.distribution == "one device"
-    assert "None: the compiled program needs no communication." in str(report)
+@pytest.mark.parametrize("towers", [1, 4])
+def test_towers_on_one_device_need_no_communication(towers):
+    report = explain(model_fn, X, Y, devices=["cpu:0"] * towers)
+    assert report.towers == ("cpu:0",) * towers and report.batch[0].tower_shape == (8 // towers, 3)
+    assert report.collectives == () and report.communication_seconds == 0
+    assert "The compiled program needs no communication." in str(report)
 
 
 def test_cut_variables_are_gathered():
@@ -77,7 +71,7 @@ def test_cut_variables_are_gathered():
         "hidden/b": (0, 4),
         "v": (0, 4),
     }
-    assert "2. The towers gather the variables, which are cut: 1 all-gather (80 B)." in str(report)
+    assert re.search(r"collective  all-gather +float32\[4,5\] +80 B  4 devices, 1 x, 30 us\n", str(report))
 
 
 @pytest.mark.slow
@@ -95,6 +89,22 @@ def test_variables_and_slots_are_said_to_be_where_they_are(distribution):
     assert sum(home.bytes for home in report.variables) == VARIABLES + SCALAR
     assert sum(home.bytes for home in report.slots) == 2 * VARIABLES + SCALAR
     assert [home.name for home in report.variables] == ["rows", "hidden/w", "hidden/b", "v"]
+
+
+PLACEMENTS = {
+    "Variables and slots are on one device, and the optimizers run there": {"devices": cpus(1)},
+    "All towers have the variables and slots": {"devices": cpus(2)},
+    "All towers have the variables and slots:": {"devices": cpus(4), "devices_per_tower": 2},
+    "Variables and slots are cut over the towers": {"devices": cpus(2), "variable_distribution": "sharded"},
+    "Each variable and its slots are on a device of their own": {"variable_distribution": "shared_round_robin"},
+    "Each tower's optimizers run on its own gradients": {"devices": cpus(2), "block_sync": BlockSync(16)},
+}
+
+
+@pytest.mark.parametrize("sentence, options", PLACEMENTS.items())
+def test_a_placement_describes_itself(sentence, options):
+    report = explain(model_fn, X, Y, **options)
+    assert report.placement.startswith(sentence) and f"\n{report.placement}\n" in str(report)
 
 
 @pytest.mark.parametrize("home, others", [("/cpu:0", 3), ("/cpu:5", 4)])
@@ -123,11 +133,7 @@ def test_variables_on_their_own_device_are_copied_to_the_towers_and_gradients_ba
 
 
 def test_a_ring_of_permutes_takes_as_long_as_an_all_reduce():
-    def flat(features, labels, mode):
-        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
-        loss = jnp.mean((features @ w - labels) ** 2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
-
+    flat = minimizing(lambda x, y: jnp.mean((x @ zeros("w", (3,)) - y) ** 2))
     whole = explain(flat, X, Y, devices=cpus(4), latency=1e-3)
     ring = explain(flat, X, Y, devices=cpus(4), latency=1e-3, cross_tower_ops=AllReduce("ring"))
     assert [each.kind for each in whole.collectives] == ["all-reduce"]
@@ -196,16 +202,11 @@ def test_a_text_that_cannot_be_read_is_an_error():
 
 @pytest.mark.slow
 def test_micro_batches_are_counted_and_summed_once():
-    def accumulated(features, labels, mode):
-        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
-        loss = jnp.mean((features @ w - labels) ** 2)
-        optimizer = TowerOptimizer(optax.sgd(0.1), accumulate_steps=2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
-
+    accumulated = minimizing(lambda x, y: jnp.mean((x @ zeros("w", (3,)) - y) ** 2), optax.sgd(0.1), accumulate_steps=2)
     report = explain(accumulated, X, Y, devices=cpus(2))
     assert report.micro_batches == 2
     assert kinds(report) == [("all-reduce", "float32", 3 * 4 + LOSSES, 2)]
-    assert "on its 4 rows, in 2 micro-batches one after another." in str(report)
+    assert "A tower gets 4 of the batch's 8 rows, in 2 micro-batches one after another." in str(report)
 
 
 def test_a_replicated_model_fn_is_taken_as_it_is():
@@ -253,11 +254,7 @@ def test_auto_steps_are_many_small_ones_few_large_ones_and_end_where_the_run_loo
 
 
 def test_a_model_that_fits_no_memory_is_explained():
-    def large(features, labels, mode):
-        w = est.get_variable("w", (2**20, 2**16), initializer=jax.nn.initializers.zeros)
-        loss = jnp.mean(features @ w[:3, 0] - labels)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
-
+    large = minimizing(lambda x, y: jnp.mean(x @ zeros("w", (2**20, 2**16))[:3, 0] - y))
     report = explain(large, X, Y, devices=cpus(8), variable_distribution="sharded")
     assert report.bytes_by_device["cpu:7"] == 4 * 2**36 // 8
     assert report.memory.arguments > 4 * 2**36 // 8
@@ -280,50 +277,14 @@ def test_the_usual_errors_come_through():
     with pytest.raises(ValueError, match="Batch size 8 needs to be divisible by the number of towers, which is 3"):
         explain(model_fn, X, Y, devices=cpus(3))
 
-    def plain(features, labels, mode):
-        w = est.get_variable("w", ())
-        loss = jnp.mean(w * labels)
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
-
+    plain = minimizing(lambda x, y: jnp.mean(est.get_variable("w", ()) * y), est.Optimizer(optax.sgd(0.1)))
     with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer"):
         explain(plain, X, Y, devices=cpus(2))
 
 
-def scaled_model_fn(features, labels, mode, params):
-    """A model_fn for the command."""
-    return model_fn(features["x"] * params["scale"], labels, mode)
-
-
-def batches():
-    return iter([({"x": np.zeros((8, 3), np.float32)}, np.zeros(8, np.float32))])
-
-
-def command(monkeypatch, *args):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "tests")])
-    monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # the backends have started
-    main([str(arg) for arg in args])
-
-
-def test_the_command_prints_what_the_function_finds(monkeypatch, capsys):
-    named = "test_explain:scaled_model_fn", "--input", "test_explain:batches"
-    command(monkeypatch, *named, "--params", '{"scale": 2.0}', "--towers", 4)
-    report = explain(scaled_model_fn, {"x": X}, Y, params={"scale": 2.0}, devices=cpus(4))
-    assert capsys.readouterr().out == f"{report}\n"
-
-
-def test_the_command_takes_towers_of_several_devices_and_blocks(monkeypatch, capsys):
-    named = "test_explain:scaled_model_fn", "--input", "test_explain:batches", "--params", '{"scale": 2.0}'
-    command(monkeypatch, *named, "--towers", 2, "--devices-per-tower", 2)
-    assert "tower  device\n0      cpu:0, cpu:1\n1      cpu:2, cpu:3\n" in capsys.readouterr().out
-    command(monkeypatch, *named, "--towers", 2, "--block-steps", 16)
-    said = capsys.readouterr().out
-    assert "After the last step of a block the copies are averaged" in said
-    assert "per step in which every branch is taken" in said
-
-
 def test_towers_that_are_averaged_once_per_block_sum_in_a_branch():
     report = explain(model_fn, X, Y, devices=cpus(4), block_sync=BlockSync(16))
-    assert report.distribution == "local copies"
+    assert " a step in which every branch is taken, at 10 GB/s" in str(report)
     sums = [each for each in report.collectives if each.kind == "all-reduce"]
     assert [(each.within, each.times) for each in sums] == [("branch", 1)] * len(sums)
     assert sorted((each.dtype, each.bytes) for each in sums) == [("float32", VARIABLES), ("int32", SCALAR)]
@@ -331,100 +292,3 @@ def test_towers_that_are_averaged_once_per_block_sum_in_a_branch():
     assert (kind, size) == ("all-gather", 4 * SCALAR)  # the towers' losses
     copies = [home for home in report.slots if home.name.startswith("block_sync/copies")]
     assert {home.where for home in copies} == {"cut along dimension 0 over 4 devices"}
-
-
-class References(html.parser.HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.tags, self.attributes = collections.Counter(), set()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags[tag] += 1
-        self.attributes |= {name for name, _ in attrs}
-
-
-def test_the_command_alone_writes_a_page_that_needs_nothing_else(tmp_path):
-    page = tmp_path / "step.html"
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-m",
-            "replicate.explain",
-            "examples.digits:model_fn",
-            "--towers=3",
-            f"--html={page}",
-        ]
-        + ["--params", '{"learning_rate": 0.001}', "--features", "pixels=float32[48,8,8]", "--labels", "int32[48]"]
-        + ["--distribution", "sharded", "--bandwidth=1e9"],
-        cwd=ROOT,
-        env=env | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("One training step of model_fn on 3 towers\n")
-    assert "features/pixels  float32[48,8,8]  float32[16,8,8]" in done.stdout
-    assert "at 1 GB/s and 10 us of latency." in done.stdout
-    text = page.read_text(encoding="utf-8")
-    body = xml.etree.ElementTree.fromstring(text).find("body")
-    shown = "".join(body.itertext())
-    for words in (
-        "tower 2",
-        "cpu:2",
-        "rows 32 to 47",
-        "gather the cut variables",
-        "all-reduce",
-        "conv2/kernel",
-        "update",
-    ):
-        assert words in shown
-    parser = References()
-    parser.feed(text)
-    assert parser.tags["svg"] == 1 and parser.tags["rect"] >= 1 + 1 + 3 + 1 + 3
-    assert not parser.tags.keys() & {"script", "link", "img", "iframe", "object", "embed", "base", "image", "use"}
-    assert not parser.attributes & {"src", "href", "xlink:href", "srcset", "action", "data"}
-    assert not re.search(r"https?:|//|url\(|@import", text)
-
-
-def test_names_are_escaped_in_the_page():
-    def named(features, labels, mode):
-        return model_fn(features["a<b>&c"], labels, mode)
-
-    page = explain(named, {"a<b>&c": X}, Y, devices=cpus(1)).html()
-    assert "features/a<b>&c" in "".join(xml.etree.ElementTree.fromstring(page).itertext())
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["nowhere:f", "--features", "x[1]"], "There is no module 'nowhere', of 'nowhere:f', in .* set PYTHONPATH"),
-        (["examples.nothing:f", "--features", "x[1]"], "There is no module 'examples.nothing'"),
-        (["test_explain", "--features", "x[1]"], "A model_fn is named MODULE:NAME, as in examples.digits:model_fn"),
-        (["tests/test_explain.py:f", "--features", "x[1]"], "not a file; write tests.test_explain:f for"),
-        (["test_explain:f", "--features", "x[1]"], "The module 'test_explain' has no function 'f'; it has model_fn, "),
-        (["test_explain:model_fn"], "Give either --input, a function that returns batches, or --features"),
-        (["test_explain:model_fn", "--input", "test_explain:none"], "has no function 'none'; it has model_fn"),
-        (["test_explain:model_fn", "--features", "8,3"], r"--features takes arrays such as x=float32\[64,8\] or"),
-        (
-            ["test_explain:model_fn", "--features", "flat[8]"],
-            r"--features got 'flat\[8\]', but there is no dtype 'flat'",
-        ),
-        (["test_explain:model_fn", "--features", "int8[8]", "int8[8]"], "--features takes one array without a name"),
-        (["test_explain:model_fn", "--features", "int8[8]", "--params", "[1]"], "is not a JSON object such as"),
-        (["test_explain:model_fn", "--features", "int8[8]", "--params", "{"], "'{' is not JSON"),
-        (["test_explain:model_fn", "--features", "int8[8]", "--towers", "0"], "'0' is not a number of at least 1"),
-        (
-            ["test_explain:model_fn", "--features", "int8[8]", "--towers", "9"],
-            "--towers=9 are more than the 8 devices, cpu",
-        ),
-    ],
-)
-def test_what_the_command_cannot_read_it_says(monkeypatch, capsys, args, message):
-    with pytest.raises(SystemExit) as end:
-        command(monkeypatch, *args)
-    assert end.value.code == 2
-    assert re.search(message, capsys.readouterr().err)

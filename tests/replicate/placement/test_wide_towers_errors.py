@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from testing.towers import cpus
+from testing.model_fns import predicting
+from testing.towers import cpus, started
 from testing.wide import batches, wide, wide_mlp
 
 import estimator as est
@@ -18,13 +19,12 @@ from replicate.towers._devices import in_towers_of
 def initialized(body, *tower):
     """Runs `body(features)` in a model_fn, plain or in towers."""
 
-    def model_fn(features, labels, mode):
-        return est.EstimatorSpec(mode, predictions=body(features))
-
+    model_fn = predicting(lambda x: body(x))
     made = wide(*tower, model_fn) if tower else model_fn
     return est.transform(made).init(jax.random.key(0), np.ones((2, 6), np.float32), mode="infer")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("partition", "error", "message"),
     [
@@ -136,15 +136,15 @@ def test_replicate_model_fn_refuses_at_the_door(options, error, message):
 
 
 def test_towers_of_several_devices_match_one_process():
-    there = collections.namedtuple("Device", "process_index")
+    there = collections.namedtuple("Device", "id process_index")
     with pytest.raises(ValueError, match="devices_per_tower=2 was given with devices of several processes. Towers of"):
-        in_towers_of(2, (there(0), there(0), there(1), there(1)))
+        in_towers_of(2, (there(0, 0), there(1, 0), there(2, 1), there(3, 1)))
 
 
+@pytest.mark.slow
 def test_the_batch_must_divide_by_the_towers_not_by_the_devices():
     x, y = (array[0] for array in batches(2))
-    model = est.transform(wide(2, 4, wide_mlp()))
-    state = model.init(jax.random.key(0), x, y)
+    model, state = started(wide(2, 4, wide_mlp()), x, y)
     model.train_step(state, x, y)
     with pytest.raises(ValueError, match="Batch size 1 needs to be divisible by the number of towers, which is 2."):
         model.train_step(state, x[:1], y[:1])
@@ -152,8 +152,7 @@ def test_the_batch_must_divide_by_the_towers_not_by_the_devices():
 
 def test_wide_towers_are_compiled():
     x, y = (array[0] for array in batches(2))
-    model = est.transform(wide(2, 4, wide_mlp()))
-    state = model.init(jax.random.key(0), x, y)
+    model, state = started(wide(2, 4, wide_mlp()), x, y)
     with (
         jax.disable_jit(),
         pytest.raises(ValueError, match=r"Towers of 4 devices \(`devices_per_tower`\) run in compiled programs only"),

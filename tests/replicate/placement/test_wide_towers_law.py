@@ -224,6 +224,7 @@ class CountsWhereMerged:
         return self.counted
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("towers", "parts"), [(4, 2), (2, 4)])
 def test_scatters_of_a_slice_of_a_cut_array_outside_of_the_towers(towers, parts):
     def model_fn(features, labels, mode):

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import FOUR, assert_close, one_step, regression, replicate
+from testing.model_fns import minimizing
+from testing.programs import collectives, operations
+from testing.towers import FOUR, assert_close, one_step, regression, replicate, started
 
 import estimator as est
-from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, replicate_model_fn, tower_index
+from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, tower_index
 
 EIGHT = np.array([1.0, 2.0, 3.0, 6.0, -1.0, 4.0, 0.5, 2.5], np.float32)
 
@@ -40,9 +42,6 @@ def test_micro_batches_are_towers_that_run_one_after_another():
         assert_close(result, results[0])
 
 
-# compute_gradients and apply_gradients.
-
-
 @pytest.mark.parametrize("towers, steps", [(1, 4), (2, 2)])
 def test_compute_gradients_gives_the_gradient_of_the_micro_batch(towers, steps):
     def model_fn(features, labels, mode):
@@ -65,18 +64,13 @@ def test_compute_gradients_gives_the_gradient_of_the_micro_batch(towers, steps):
 
 
 def assign_model_fn(write, aggregation="mean", initial=0.0, steps=2):
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w = constant("w", 1.0)
         est.get_variable("s", initializer=initial, trainable=False, aggregation=aggregation)
         write(features)
-        loss = jnp.mean(w * features)
-        train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return jnp.mean(w * features)
 
-    return model_fn
-
-
-# What the spec holds.
+    return minimizing(loss_of, optax.sgd(0.1), accumulate_steps=steps)
 
 
 class FirstLast:
@@ -162,9 +156,6 @@ def test_a_wrapped_tower_optimizer_keeps_its_number():
     assert TowerOptimizer(est.Optimizer(optax.sgd(0.1))).accumulate_steps == 1
 
 
-# Errors.
-
-
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, 2.0, "2", None, True])
 def test_what_is_no_number_of_micro_batches(wrong):
     with pytest.raises(ValueError, match=r"needs an integer of at least 1 as `accumulate_steps`.*; got"):
@@ -233,35 +224,83 @@ def test_weights_that_are_trained_are_refused_unless_no_gradient_flows(call):
         one_step(replicate(functools.partial(model_fn, 2, lambda x: x), 2), x, y)
 
 
-def test_the_default_devices_too():
-    state, _ = one_step(
-        replicate_model_fn(assign_model_fn(lambda x: est.assign_add("s", 1.0))), np.ones(16, np.float32)
-    )
-    assert state.variables["s"] == 16.0
+# Gradient accumulation: traces, collectives and memory of the compiled programs.
+
+WIDTH, LAYERS = 256, 3
+GRADIENTS = LAYERS * WIDTH * WIDTH * 4  # bytes
+
+
+def wide_model_fn(steps, weighted=False, traces=None):
+    def loss_of(features, labels):
+        if traces is not None:
+            traces.append(features.shape)
+        hidden = features
+        for i in range(LAYERS):
+            hidden = jnp.tanh(hidden @ est.get_variable(f"w{i}", (features.shape[1], features.shape[1])))
+        weights = jnp.abs(labels) if weighted else 1.0
+        return est.losses.mean_squared_error(labels, hidden.mean(1), weights)
+
+    return minimizing(loss_of, optax.sgd(0.1), accumulate_steps=steps)
+
+
+def compiled_step(model_fn, towers, rows, width=WIDTH):
+    x, y = np.ones((rows * towers, width), np.float32), np.ones(rows * towers, np.float32)
+    model = est.transform(replicate(model_fn, towers), donate=True)
+    state = model.init(jax.random.key(0), x, y)
+    return jax.jit(model.train_step, donate_argnums=0).lower(state, x, y).compile()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("weighted, expected", [(False, 1), (True, 2)])
+def test_the_towers_meet_once_and_once_more_for_denominators(weighted, expected):
+    program = compiled_step(wide_model_fn(4, weighted), 4, 8, width=4).as_text()
+    assert collectives(program) == {"all-reduce": expected}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_program_holds_the_model_once(weighted):
+    """The run that tells the number of micro-batches, and all but the weights of the first loop, are left out."""
+    one, four = (operations(compiled_step(wide_model_fn(k, weighted), 1, 8, width=4).as_text()) for k in (1, 4))
+    assert four["dot"] == one["dot"] > 0
+    assert four["while"] <= 1 + weighted
+
+
+def memory(towers, steps, rows):
+    return compiled_step(wide_model_fn(steps), towers, rows).memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2])
-def test_with_numbers_of_64_bits(towers):
-    """Under strict promotion, which the tests have."""
-    x, y = (part[0].astype(np.float64) for part in regression(8, steps=1))
+@pytest.mark.parametrize("rows", [8, 1024])
+def test_memory_holds_one_micro_batch_and_one_copy_of_its_rows_and_of_the_gradients(towers, rows):
+    """Where the variables are large, and where the activations are."""
+    micro_batch = rows * (WIDTH + 1) * 4
+    assert memory(towers, 4, 4 * rows) <= memory(towers, 1, rows) + GRADIENTS + micro_batch + 1024
 
-    def model_fn(steps):
-        def model_fn(features, labels, mode):
-            w = est.get_variable("w", (3,), jnp.float64, initializer=jax.nn.initializers.ones)
-            est.get_variable("rows", initializer=np.zeros((), np.int64), trainable=False)
-            est.assign_add("rows", np.int64(len(features)))
-            est.get_variable("first", (), aggregation=est.VariableAggregation.ONLY_FIRST_TOWER, trainable=False)
-            est.assign("first", features[0, 0].astype(jnp.float32))
-            loss = est.losses.mean_squared_error(labels, features @ w, features[:, 1] ** 2)
-            train_op = TowerOptimizer(optax.adam(0.1), accumulate_steps=steps).minimize(loss)
-            return est.EstimatorSpec(mode, {"y": features @ w}, loss, train_op)
 
-        return model_fn
+@pytest.mark.slow
+def test_activations_shrink_with_the_number_of_micro_batches():
+    rows = 4096
+    activations = LAYERS * rows * WIDTH * 4
+    one, four, sixteen = (memory(1, steps, rows) for steps in (1, 4, 16))
+    assert one >= activations
+    assert one - four >= activations / 2
+    assert four - sixteen >= activations / 8
 
-    with jax.enable_x64(True):
-        want, spec = one_step(model_fn(1), x, y)
-        got, accumulated = one_step(replicate(model_fn(2), towers), x, y)
-        assert accumulated.loss.dtype == jnp.float64
-        assert_close(accumulated.loss, spec.loss, rtol=1e-12)
-        assert_close(got.variables, want.variables, rtol=1e-7)
+
+@pytest.mark.slow
+def test_one_more_trace_and_one_for_denominators():
+    (x,), (y,) = regression(8, steps=1)
+
+    def traced(steps, weighted):
+        traces = []
+        model, state = started(replicate(wide_model_fn(steps, weighted, traces), 1), x, y)
+        traces.clear()
+        for _ in range(2):
+            state, _ = model.train_step(state, x, y)
+        return [shape[0] for shape in traces]
+
+    assert traced(1, True) == [8]
+    assert traced(2, False) == [8, 4]
+    assert traced(2, True) == [8, 4, 4]

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from testing.metrics import all_of
-from testing.towers import assert_close, replicate
+from testing.towers import assert_close, replicate, started
 
 import estimator as est
 from estimator.export import ClassificationOutput, PredictOutput, RegressionOutput
@@ -29,8 +29,7 @@ def values(rows):
 
 def run(model_fn, mode, x):
     """The spec of one step in a mode, from initial values."""
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), x, mode=mode)
+    model, state = started(model_fn, x, mode=mode)
     if mode == est.ModeKeys.TRAIN:
         return model.train_step(state, x)[1]
     return (model.eval_step if mode == est.ModeKeys.EVAL else model.predict_step)(state, x)
@@ -67,7 +66,10 @@ def plain(mode, rows):
 @pytest.mark.covers("12 predict", "12 EVAL predictions", "13 17 add_metrics loses params; replicate_model_fn's limits")
 @pytest.mark.parametrize(
     "towers, mode, rows",
-    [*((towers, "train", 24) for towers in TOWERS), *((towers, "eval", 13) for towers in TOWERS), (3, "infer", 13)],
+    [
+        *((towers, mode, rows) for mode, rows in (("train", 24), ("eval", 13)) for towers in TOWERS),
+        *((towers, "infer", rows) for towers, rows in ((3, 13), (4, 2), (4, 8))),
+    ],
 )
 def test_predictions_and_exports_match_one_tower_in_every_mode(towers, mode, rows):
     got, want = run(replicate(returning(exporting), towers), mode, values(rows)), plain(mode, rows)
@@ -111,6 +113,7 @@ def test_cutting_any_tree_into_towers_and_concatenating_is_the_tree(towers, rows
     jax.tree.map(np.testing.assert_array_equal, merged, tree)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "towers, shape, shown",
@@ -153,6 +156,7 @@ def test_one_device_takes_what_a_plain_run_takes():
 # Strings.
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: replicate(f, 2)], ids=["plain", "replicated"])
 @pytest.mark.parametrize("strings", [np.array(["a"] * 8), np.array([b"a"] * 4), np.array(["a", None]), np.str_("a")])
 def test_strings_among_predictions_and_exports_are_errors(strings, wrap):

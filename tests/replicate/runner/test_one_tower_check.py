@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus
+from testing.towers import cpus, started
 
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -38,8 +38,7 @@ def warnings(messages):
 
 
 def run(model_fn):
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), BATCH)
+    model, state = started(model_fn, BATCH)
     for _ in range(2):
         state, _ = model.train_step(state, BATCH)
         model.eval_step(state, BATCH)
@@ -96,8 +95,7 @@ def test_a_mean_that_is_right_is_no_warning(messages):
 def test_the_check_is_made_once_and_only_where_it_is_asked_for(messages, compilations):
     run(replicated(by_hand))
     assert not warnings(messages)
-    model = est.transform(replicated(by_hand, check=True))
-    state = model.init(jax.random.key(0), BATCH)
+    model, state = started(replicated(by_hand, check=True), BATCH)
     model.train_step(state, BATCH)
     after = len(compilations)
     model.train_step(state, BATCH)

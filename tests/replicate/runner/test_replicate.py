@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import FOUR, assert_close, mlp_model_fn, regression, replicate
+from testing.model_fns import predicting
+from testing.towers import FOUR, assert_close, mlp_model_fn, one_step, regression, replicate, started
 
 import estimator as est
 
@@ -25,8 +26,7 @@ def test_a_replicated_model_fn_can_be_wrapped(towers):
 
     x, y = regression(8)
     plain = est.transform(mlp_model_fn(optax.sgd(0.1)))
-    model = est.transform(wrapped, params={"bias": 1.0})
-    state = model.init(jax.random.key(0), x[0], y[0])
+    model, state = started(wrapped, x[0], y[0], params={"bias": 1.0})
     want_state, want = plain.train_step(plain.init(jax.random.key(0), x[0], y[0]), x[0], y[0])
     after, spec = model.train_step(state, x[0], y[0])
     assert_close(after.variables, want_state.variables)
@@ -46,15 +46,12 @@ def test_a_wrapped_model_fn_predicts():
 
     model = est.transform(wrapped)
     x = np.arange(7, dtype=np.float32)
-    state = model.init(jax.random.key(0), x, mode="infer")
-    spec = model.predict_step(state, x)
+    spec = model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x)
     assert_close(spec.predictions, {"half": jnp.asarray(x)})
     assert_close(spec.export_outputs["serving_default"].outputs, {"half": jnp.asarray(x)})
 
 
-def tower_predictions(features, labels, mode):
-    w = est.get_variable("w", (), initializer=jax.nn.initializers.constant(2.0))
-    return est.EstimatorSpec(mode, predictions=w * features)
+tower_predictions = predicting(lambda x: est.get_variable("w", (), initializer=jax.nn.initializers.constant(2.0)) * x)
 
 
 def test_a_wrapper_may_train_variables_of_its_own():
@@ -68,10 +65,8 @@ def test_a_wrapper_may_train_variables_of_its_own():
         return spec._replace(train_op=est.group(spec.train_op, own))
 
     x, y = regression(8)
-    plain = est.transform(mlp_model_fn(optax.sgd(0.1)))
-    want, _ = plain.train_step(plain.init(jax.random.key(0), x[0], y[0]), x[0], y[0])
-    model = est.transform(wrapped)
-    state, _ = model.train_step(model.init(jax.random.key(0), x[0], y[0]), x[0], y[0])
+    want, _ = one_step(mlp_model_fn(optax.sgd(0.1)), x[0], y[0])
+    state, _ = one_step(wrapped, x[0], y[0])
     got = dict(state.variables)
     np.testing.assert_allclose(got.pop("bias"), y[0].mean(), rtol=1e-5)
     assert_close(got, want.variables)
@@ -85,12 +80,12 @@ def test_a_scope_around_a_replicated_model_fn_prefixes_its_variables(towers):
         with est.variable_scope("model"):
             return inner(features, labels, mode)
 
-    model = est.transform(wrapped)
-    state = model.init(jax.random.key(0), FOUR, mode="infer")
+    model, state = started(wrapped, FOUR, mode="infer")
     assert set(state.variables) == {"model/w"}
     assert_close(model.predict_step(state, FOUR).predictions, jnp.asarray(2 * FOUR))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 2])
 def test_a_wrapper_that_minimizes_first_has_slots_of_its_own(towers):
     inner = replicate(mlp_model_fn(optax.adam(0.1)), towers)
@@ -103,12 +98,12 @@ def test_a_wrapper_that_minimizes_first_has_slots_of_its_own(towers):
         return spec._replace(train_op=est.group(own, spec.train_op))
 
     x, y = regression(8)
-    model = est.transform(wrapped)
-    state, _ = model.train_step(model.init(jax.random.key(0), x[0], y[0]), x[0], y[0])
+    state, _ = one_step(wrapped, x[0], y[0])
     assert set(state.slots) == {"optimizer", "optimizer_1"}
     np.testing.assert_allclose(state.variables["bias"], y[0].mean(), rtol=1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 4])
 def test_hooks_are_taken_once(towers):
     hook = est.Hook()
@@ -118,8 +113,7 @@ def test_hooks_are_taken_once(towers):
         return spec._replace(training_hooks=[hook], evaluation_hooks=[hook])
 
     x, y = regression(8, steps=1)
-    model = est.transform(replicate(model_fn, towers))
-    state = model.init(jax.random.key(0), x[0], y[0])
+    model, state = started(replicate(model_fn, towers), x[0], y[0])
     _, trained = model.train_step(state, x[0], y[0])
     evaluated = model.eval_step(state, x[0][:7], y[0][:7])
     for spec in (trained, evaluated):

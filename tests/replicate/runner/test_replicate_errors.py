@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus
+from testing.towers import cpus, one_step
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -23,173 +23,140 @@ def model_fn(features, labels, mode, optimizer=TowerOptimizer):
     return est.EstimatorSpec(mode, loss=loss, train_op=optimizer(optax.sgd(0.1)).minimize(loss))
 
 
-def raises(kind, message):
-    return pytest.raises(kind, match=re.escape(message))
+def plain_fn(features, labels, mode):
+    return model_fn(features, labels, mode, est.Optimizer)
 
 
-@pytest.mark.parametrize("reduction", [est.Reduction.NONE, "none"])
-def test_a_loss_that_is_not_reduced(reduction):
-    message = "Tower losses need to be reduced in some way, yet NONE reduction is specified."
-    with raises(ValueError, message):
-        replicate_model_fn(model_fn, reduction, cpus(2))
+def mixed_fn(features, labels, mode):
+    spec = model_fn(features, labels, mode)
+    second = est.Optimizer(optax.sgd(0.1), name="second").minimize(spec.loss)
+    return spec._replace(train_op=est.group(spec.train_op, second))
 
 
-def test_an_unknown_reduction():
-    with raises(ValueError, "Unknown loss reduction 'average'; the known ones are Reduction.NONE"):
-        replicate_model_fn(model_fn, "average", cpus(2))
+def counting_fn(features, labels, mode):
+    est.get_variable("count", initializer=np.int32(0), trainable=False)
+    est.assign("count", est.read_variable("count") + 1)
+    return model_fn(features, labels, mode)
 
 
-@pytest.mark.covers("12 splitting")
-@pytest.mark.parametrize("rows, towers", [(7, 4), (3, 2), (1, 8)])
-def test_a_training_batch_that_does_not_divide_by_the_towers(rows, towers):
-    message = f"Batch size {rows} needs to be divisible by the number of towers, which is {towers}."
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(towers)))
-    with raises(ValueError, message):
-        model.init(jax.random.key(0), ROWS[:rows])
-    state = model.init(jax.random.key(0), ROWS)
-    with raises(ValueError, message):
-        model.train_step(state, ROWS[:rows])
-    with raises(ValueError, message):
-        model.train_loop(state, (ROWS[None, :rows], None))
+def shuffling_fn(aggregation):
+    def model_fn_of_keys(features, labels, mode):
+        key = est.get_variable("key", lambda key: key, trainable=False, aggregation=aggregation)
+        est.assign("key", jax.random.split(key)[0])
+        return model_fn(features, labels, mode)
+
+    return model_fn_of_keys
 
 
-def test_any_batch_will_do_for_one_tower():
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(1)))
-    state = model.init(jax.random.key(0), ROWS[:7])
-    assert model.train_step(state, ROWS[:5])[0].global_step == 1
+def total_fn(features, labels, mode):
+    return model_fn(features, labels, mode)._replace(predictions={"total": features.sum()})
+
+
+def started(fn=model_fn, towers=2, *batch, mode="train", **params):
+    model = est.transform(replicate_model_fn(fn, devices=cpus(towers)), **params)
+    return model, model.init(jax.random.key(0), *(batch or (ROWS,)), mode=mode)
+
+
+def train(fn, towers=2):
+    model, state = started(fn, towers)
+    return model.train_step(state, ROWS)[0]
+
+
+NOT_REDUCED = "Tower losses need to be reduced in some way, yet NONE reduction is specified."
+TWICE = "was given a model_fn that is replicated already. Wrap it once."
+KEYS = (
+    "The towers assign to the variable 'key', which holds a PRNG key. Keys cannot be put together: "
+    "take one by `est.make_rng()` in each step, or keep `jax.random.key_data(key)`."
+)
+REFUSED = {
+    ValueError: [
+        *((lambda n=n: replicate_model_fn(model_fn, n, cpus(2)), NOT_REDUCED) for n in (est.Reduction.NONE, "none")),
+        (
+            lambda: replicate_model_fn(model_fn, "average", cpus(2)),
+            "Unknown loss reduction 'average'; the known ones are Reduction.NONE",
+        ),
+        (lambda: started(mixed_fn), "Got the plain optimizer 'second'; write `TowerOptimizer(optimizer)"),
+        *(
+            (lambda i=i, o=o: started(replicate_model_fn(model_fn, devices=cpus(i)), o), TWICE)
+            for o, i in ((1, 1), (1, 2), (2, 1), (2, 2))
+        ),
+        (
+            lambda: train(counting_fn),
+            "The towers assign to the variable 'count', whose int32 values cannot be averaged. Create it with "
+            "`aggregation=est.VariableAggregation.SUM` or `ONLY_FIRST_TOWER`, or use `est.assign_add`.",
+        ),
+        *((lambda how=how: train(shuffling_fn(how)), KEYS) for how in est.VariableAggregation),
+        (
+            lambda: train(total_fn),
+            "predictions['total'] must have the batch as its first dimension to be put together from several towers; "
+            "it has shape () in a tower of 4 examples.",
+        ),
+        (
+            lambda: started(model_fn, 2, ROWS, ROWS[:4]),
+            "All arrays of a batch must have the same batch size (first dimension); got features: 8, labels: 4.",
+        ),
+        (
+            lambda: started(model_fn, 2, {"x": ROWS, "rate": np.float32(1)}),
+            "needs a batch dimension; features['rate'] is a scalar.",
+        ),
+        (lambda: started(params={"rate": 1.0}), "model_fn (model_fn) does not include params argument, but params"),
+        (
+            lambda: replicate_model_fn(model_fn, devices=cpus(2), variable_distribution="nowhere"),
+            "'nowhere' is not a valid VariableDistribution",
+        ),
+    ],
+    RuntimeError: [
+        (
+            lambda: replicate_model_fn(model_fn, devices=cpus(2))(ROWS, None, "train"),
+            "`a model_fn made by replicate_model_fn` must be called inside a model_fn that an Estimator",
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"), [(error, *case) for error, cases in REFUSED.items() for case in cases]
+)
+def test_what_is_refused_is_said(error, call, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
 
 
 @pytest.mark.covers("12 gradients")
 @pytest.mark.parametrize("towers", [2, 4])
 def test_a_plain_optimizer_with_several_devices(towers):
-    def plain_fn(features, labels, mode):
-        return model_fn(features, labels, mode, est.Optimizer)
-
-    model = est.transform(replicate_model_fn(plain_fn, devices=cpus(towers)))
-    message = "Please wrap optimizers with TowerOptimizer in order to use replicate_model_fn with multiple `devices`."
-    with raises(ValueError, message):
-        model.init(jax.random.key(0), ROWS)
+    with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer in order to use replicate_model_"):
+        started(plain_fn, towers)
 
 
-def test_one_plain_optimizer_among_others():
-    def mixed_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss = jnp.mean((w * features) ** 2)
-        train_op = est.group(
-            TowerOptimizer(optax.sgd(0.1)).minimize(loss),
-            est.Optimizer(optax.sgd(0.1), name="second").minimize(loss),
-        )
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
-
-    model = est.transform(replicate_model_fn(mixed_fn, devices=cpus(2)))
-    with raises(ValueError, "Got the plain optimizer 'second'; write `TowerOptimizer(optimizer)"):
-        model.init(jax.random.key(0), ROWS)
-
-
-def test_a_plain_optimizer_on_one_device_is_fine():
-    def plain_fn(features, labels, mode):
-        return model_fn(features, labels, mode, est.Optimizer)
-
-    model = est.transform(replicate_model_fn(plain_fn, devices=cpus(1)))
-    state, _ = model.train_step(model.init(jax.random.key(0), ROWS), ROWS)
-    assert state.variables["w"] != 1
+@pytest.mark.covers("12 splitting")
+@pytest.mark.parametrize("rows, towers", [(7, 4), (3, 2), (1, 8)])
+def test_a_training_batch_that_does_not_divide_by_the_towers(rows, towers):
+    model, state = started(model_fn, towers)
+    few = ROWS[:rows]
+    for step, args in (
+        (model.init, (jax.random.key(0), few)),
+        (model.train_step, (state, few)),
+        (model.train_loop, (state, (few[None], None))),
+    ):
+        message = f"Batch size {rows} needs to be divisible by the number of towers, which is {towers}."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            step(*args)
 
 
-def test_a_plain_optimizer_is_fine_where_nothing_is_trained():
-    def plain_fn(features, labels, mode):
-        return model_fn(features, labels, mode, est.Optimizer)
+def test_any_batch_will_do_for_one_tower():
+    model, state = started(model_fn, 1, ROWS[:7])
+    assert model.train_step(state, ROWS[:5])[0].global_step == 1
 
-    model = est.transform(replicate_model_fn(plain_fn, devices=cpus(2)))
-    state = model.init(jax.random.key(0), ROWS, mode="eval")
+
+def test_a_plain_optimizer_on_one_device_or_where_nothing_is_trained_is_fine():
+    assert train(plain_fn, 1).variables["w"] != 1
+    model, state = started(plain_fn, mode="eval")
     assert model.eval_step(state, ROWS).loss == np.mean(ROWS**2)
 
 
-@pytest.mark.parametrize("outer, inner", [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_replicating_twice(outer, inner):
-    once = replicate_model_fn(model_fn, devices=cpus(inner))
-    model = est.transform(replicate_model_fn(once, devices=cpus(outer)))
-    message = "was given a model_fn that is replicated already. Wrap it once."
-    with raises(ValueError, message):
-        model.init(jax.random.key(0), ROWS)
-
-
-def test_calling_a_replicated_model_fn_outside_of_a_run():
-    message = "`a model_fn made by replicate_model_fn` must be called inside a model_fn that an Estimator"
-    with raises(RuntimeError, message):
-        replicate_model_fn(model_fn, devices=cpus(2))(ROWS, None, "train")
-
-
-def test_integers_cannot_be_averaged():
-    def counting_fn(features, labels, mode):
-        est.get_variable("count", initializer=np.int32(0), trainable=False)
-        est.assign("count", est.read_variable("count") + 1)
-        return model_fn(features, labels, mode)
-
-    model = est.transform(replicate_model_fn(counting_fn, devices=cpus(2)))
-    state = model.init(jax.random.key(0), ROWS)
-    message = (
-        "The towers assign to the variable 'count', whose int32 values cannot be averaged. "
-        "Create it with `aggregation=est.VariableAggregation.SUM` or `ONLY_FIRST_TOWER`, or use "
-        "`est.assign_add`."
-    )
-    with raises(ValueError, message):
-        model.train_step(state, ROWS)
-
-
-@pytest.mark.parametrize("aggregation", list(est.VariableAggregation))
-def test_keys_cannot_be_put_together(aggregation):
-    def shuffling_fn(features, labels, mode):
-        key = est.get_variable("key", lambda key: key, trainable=False, aggregation=aggregation)
-        est.assign("key", jax.random.split(key)[0])
-        return model_fn(features, labels, mode)
-
-    model = est.transform(replicate_model_fn(shuffling_fn, devices=cpus(2)))
-    state = model.init(jax.random.key(0), ROWS)
-    message = (
-        "The towers assign to the variable 'key', which holds a PRNG key. Keys cannot be put together: "
-        "take one by `est.make_rng()` in each step, or keep `jax.random.key_data(key)`."
-    )
-    with raises(ValueError, message):
-        model.train_step(state, ROWS)
-
-
 def test_integers_may_be_assigned_on_one_device():
-    def counting_fn(features, labels, mode):
-        est.get_variable("count", initializer=np.int32(0), trainable=False)
-        est.assign("count", est.read_variable("count") + 1)
-        return model_fn(features, labels, mode)
-
-    model = est.transform(replicate_model_fn(counting_fn, devices=cpus(1)))
-    state, _ = model.train_step(model.init(jax.random.key(0), ROWS), ROWS)
-    assert state.variables["count"] == 1
-
-
-def test_predictions_of_the_whole_batch():
-    def total_fn(features, labels, mode):
-        est.get_variable("w", ())
-        return est.EstimatorSpec(mode, predictions={"total": features.sum()})
-
-    model = est.transform(replicate_model_fn(total_fn, devices=cpus(2)))
-    state = model.init(jax.random.key(0), ROWS, mode="infer")
-    message = (
-        "predictions['total'] must have the batch as its first dimension to be put together from "
-        "several towers; it has shape () in a tower of 4 examples."
-    )
-    with raises(ValueError, message):
-        model.predict_step(state, ROWS)
-
-
-def test_features_and_labels_of_different_batch_sizes():
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(2)))
-    message = "All arrays of a batch must have the same batch size (first dimension); got features: 8, labels: 4."
-    with raises(ValueError, message):
-        model.init(jax.random.key(0), ROWS, ROWS[:4])
-
-
-def test_features_without_a_batch_dimension():
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(2)))
-    with raises(ValueError, "needs a batch dimension; features['rate'] is a scalar."):
-        model.init(jax.random.key(0), {"x": ROWS, "rate": np.float32(1)})
+    assert train(counting_fn, 1).variables["count"] == 1
 
 
 def test_an_error_of_the_model_fn_comes_out_as_it_is_and_leaves_nothing_behind():
@@ -201,22 +168,9 @@ def test_an_error_of_the_model_fn_comes_out_as_it_is_and_leaves_nothing_behind()
         return model_fn(features, labels, mode)
 
     replicated = replicate_model_fn(failing_fn, devices=cpus(2))
-    with raises(ZeroDivisionError, "in a tower"):
+    with pytest.raises(ZeroDivisionError, match="in a tower"):
         est.transform(replicated).init(jax.random.key(0), ROWS)
     fail = False
-    model = est.transform(replicated)
-    state, _ = model.train_step(model.init(jax.random.key(0), ROWS), ROWS)
-    assert state.global_step == 1
-    with raises(RuntimeError, "must be called inside a model_fn"):
+    assert one_step(replicated, ROWS)[0].global_step == 1
+    with pytest.raises(RuntimeError, match="must be called inside a model_fn"):
         est.get_variable("w", ())
-
-
-def test_params_are_checked_as_for_a_plain_model_fn():
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(2)), params={"rate": 1.0})
-    with raises(ValueError, "model_fn (model_fn) does not include params argument, but params"):
-        model.init(jax.random.key(0), ROWS)
-
-
-def test_an_unknown_variable_distribution():
-    with raises(ValueError, "'nowhere' is not a valid VariableDistribution"):
-        replicate_model_fn(model_fn, devices=cpus(2), variable_distribution="nowhere")

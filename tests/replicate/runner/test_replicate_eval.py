@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.metrics import Largest
-from testing.towers import cpus, results
+from testing.model_fns import minimizing
+from testing.towers import assert_close, cpus, results
 
 import estimator as est
-from estimator.export import ClassificationOutput, PredictOutput, RegressionOutput
 from replicate import TowerOptimizer, num_towers, replicate_model_fn
 
 CASES = [  # towers, rows: fewer than towers, as many for each, and some that are left; each size once
@@ -20,38 +19,26 @@ CASES = [  # towers, rows: fewer than towers, as many for each, and some that ar
     *[(8, 2), (8, 8), (8, 13)],
 ]
 CLASSES = 3
-LOSSES = {  # by name: the model_fn's reduction, whether weighted, and loss_reduction
-    "mean": (None, False, est.Reduction.SUM_OVER_BATCH_SIZE),
-    "sum": (est.Reduction.SUM, False, est.Reduction.SUM),
-    "weighted_sum": (est.Reduction.SUM, True, est.Reduction.SUM),
-    "weighted_mean": (est.Reduction.MEAN, True, est.Reduction.MEAN),
-    "weighted_over_batch": (
-        est.Reduction.SUM_OVER_BATCH_SIZE,
-        True,
-        est.Reduction.SUM_OVER_BATCH_SIZE,
-    ),
-    "weighted_by_nonzero": (
-        est.Reduction.SUM_BY_NONZERO_WEIGHTS,
-        True,
-        est.Reduction.SUM_BY_NONZERO_WEIGHTS,
-    ),
+LOSSES = {  # by name, whether it is weighted, and how it is reduced
+    "mean": (None, est.Reduction.SUM_OVER_BATCH_SIZE),
+    "sum": (False, est.Reduction.SUM),
+    "weighted_sum": (True, est.Reduction.SUM),
+    "weighted_mean": (True, est.Reduction.MEAN),
+    "weighted_over_batch": (True, est.Reduction.SUM_OVER_BATCH_SIZE),
+    "weighted_by_nonzero": (True, est.Reduction.SUM_BY_NONZERO_WEIGHTS),
 }
 
 
 def model_fn(features, labels, mode, params):
-    w = est.get_variable("w", (4, CLASSES))
-    logits = features["x"] @ w
+    logits = features["x"] @ est.get_variable("w", (4, CLASSES))
     classes = logits.argmax(-1).astype(jnp.int32)
     score = jax.nn.softmax(logits)[:, 0]
-    predictions = {
-        "logits": logits,
-        "nested": (classes, [score > 0.4, {"id": features["id"]}]),
-    }
+    predictions = {"logits": logits, "nested": (classes, [score > 0.4, {"id": features["id"]}])}
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions=predictions)
-    reduction, weighted, _ = LOSSES[params["loss"]]
+    weighted, reduction = LOSSES[params["loss"]]
     weight = features["weight"]
-    if reduction is None:
+    if weighted is None:
         loss = jnp.mean(jax.nn.logsumexp(logits, -1))
     else:
         loss = est.losses.sparse_softmax_cross_entropy(labels, logits, weight if weighted else 1.0, reduction)
@@ -93,14 +80,7 @@ def plain_eval(loss, rows):
 
 @functools.cache
 def replicated(loss, towers):
-    return est.transform(replicate_model_fn(model_fn, LOSSES[loss][2], cpus(towers)), params={"loss": loss})
-
-
-def assert_close(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+    return est.transform(replicate_model_fn(model_fn, LOSSES[loss][1], cpus(towers)), params={"loss": loss})
 
 
 def assert_same_evaluation(loss, towers, rows):
@@ -122,10 +102,17 @@ def assert_towers_evaluate_alike(model_fn, towers, *sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.covers("12 splitting")
+@pytest.mark.covers("12 splitting", "1.5 no padding")
 @pytest.mark.parametrize("towers, rows", CASES)
-def test_evaluation_equals_the_one_device_run(towers, rows):
-    assert_same_evaluation("weighted_by_nonzero", towers, rows)
+def test_evaluation_and_predictions_in_input_order_equal_the_one_device_run(towers, rows):
+    loss = "weighted_by_nonzero"
+    assert_same_evaluation(loss, towers, rows)
+    features, _ = batch(rows)
+    model, state = plain(loss)
+    got = replicated(loss, towers).predict_step(state, features)
+    assert_close(got.predictions, model.predict_step(state, features).predictions)
+    np.testing.assert_array_equal(got.predictions["nested"][1][1]["id"], np.arange(rows))
+    assert_close(got.export_outputs["serving_default"].outputs, got.predictions)
 
 
 @pytest.mark.slow
@@ -137,99 +124,38 @@ def test_every_kind_of_loss_equals_the_one_device_run(loss, rows):
     assert_same_evaluation(loss, 4, rows)
 
 
-@pytest.mark.slow
-@pytest.mark.covers("1.5 no padding")
-@pytest.mark.parametrize("towers, rows", CASES)
-def test_predictions_equal_the_one_device_run_in_input_order(towers, rows):
-    features, _ = batch(rows)
-    model, state = plain("mean")
-    got = replicated("mean", towers).predict_step(state, features)
-    want = model.predict_step(state, features)
-    assert_close(got.predictions, want.predictions)
-    np.testing.assert_array_equal(got.predictions["nested"][1][1]["id"], np.arange(rows))
-    assert_close(got.export_outputs["serving_default"].outputs, got.predictions)
-
-
 def test_two_weighted_losses_with_a_remainder_keep_their_own_denominators():
-    def two_losses(features, labels, mode):
-        w = est.get_variable("w", (4,))
-        output = features["x"] @ w
+    def two_losses(features, labels):
+        output = features["x"] @ est.get_variable("w", (4,))
         first = est.losses.absolute_difference(labels, output, features["weight"])
-        second = est.losses.mean_squared_error(labels, output, features["weight"], est.Reduction.MEAN)
-        loss = first + 3.0 * second
-        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return first + 3.0 * est.losses.mean_squared_error(labels, output, features["weight"], est.Reduction.MEAN)
 
-    assert_towers_evaluate_alike(two_losses, 4, 3, 7, 13)
+    assert_towers_evaluate_alike(minimizing(two_losses), 4, 3, 7, 13)
 
 
+WEIGHTS = {
+    "none": lambda features, output: 1.0,
+    "given": lambda features, output: features["weight"],
+    "computed": lambda features, output: jax.nn.sigmoid(output),
+}
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("rows", [4, 7])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_gradients_may_be_computed_in_evaluation(weighted, rows):
-    """`compute_gradients` gives values in every mode; a loss may be weighted all the same."""
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_gradients_may_be_computed_in_evaluation(weights, rows):
+    """`compute_gradients` gives values in every mode; the repeated run must not see denominators of the run that was
+    left."""
 
     def norm_fn(features, labels, mode):
-        w = est.get_variable("w", (4,))
-        weight = features["weight"] if weighted else 1.0
-        loss = est.losses.mean_squared_error(labels, features["x"] @ w, weight)
+        output = features["x"] @ est.get_variable("w", (4,))
+        weight = WEIGHTS[weights](features, output)
+        loss = est.losses.mean_squared_error(labels, output, weight, est.Reduction.MEAN)
         optimizer = TowerOptimizer(optax.sgd(0.1))
-        gradients = optimizer.compute_gradients(loss)
-        train_op = optimizer.apply_gradients(gradients)
+        train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
     assert_towers_evaluate_alike(norm_fn, 2, rows)
-
-
-def exporting(features, labels, mode):
-    w = est.get_variable("w", (4, CLASSES))
-    logits = features["x"] @ w
-    exports = {
-        "serving_default": PredictOutput({"logits": logits}),
-        "classify": ClassificationOutput(scores=jax.nn.softmax(logits), classes=logits.argmax(-1).astype(jnp.int32)),
-        "regress": RegressionOutput(value=logits[:, 0]),
-    }
-    return est.EstimatorSpec(mode, predictions=logits, export_outputs=exports)
-
-
-@pytest.mark.parametrize("rows", [2, 8, 11])
-def test_export_outputs_are_concatenated(rows):
-    features, _ = batch(rows)
-    one = est.transform(exporting)
-    four = est.transform(replicate_model_fn(exporting, devices=cpus(4)))
-    state = one.init(jax.random.key(0), features, mode="infer")
-    got, want = (model.predict_step(state, features).export_outputs for model in (four, one))
-    assert set(got) == {"serving_default", "classify", "regress"}
-    assert isinstance(got["classify"], ClassificationOutput)
-    assert_close(got, want)
-    assert got["regress"].value.shape == (rows,)
-
-
-def test_metrics_merge_over_batches_of_any_size():
-    features, labels = batch(13)
-    four = replicated("mean", 4)
-    state = plain("mean")[1]
-    specs = [
-        four.eval_step(state, jax.tree.map(lambda x, s=s: x[s], features), labels[s])
-        for s in (slice(0, 8), slice(8, 11), slice(11, 13))
-    ]
-    want = plain_eval("mean", 13)
-    for name, metric in want.eval_metric_ops.items():
-        first, *others = (jax.device_get(spec.eval_metric_ops[name]) for spec in specs)
-        merged = functools.reduce(lambda a, b: a.merge(b), others, first)
-        np.testing.assert_allclose(merged.result(), metric.result(), rtol=2e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("towers", [1, 4])
-def test_a_metric_of_the_users_own_is_merged_by_its_own_rule(towers):
-    def largest_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss = jnp.mean(w * features)
-        return est.EstimatorSpec(mode, loss=loss, eval_metric_ops={"max": Largest(features.max())})
-
-    model = est.transform(replicate_model_fn(largest_fn, devices=cpus(towers)))
-    x = np.array([3, 1, 9, 2, 4, 5, 7], np.float32)
-    state = model.init(jax.random.key(0), x, mode="eval")
-    assert model.eval_step(state, x).eval_metric_ops["max"].compute() == 9
 
 
 def test_no_row_is_seen_twice_or_in_another_tower_than_its_own():
@@ -241,8 +167,7 @@ def test_no_row_is_seen_twice_or_in_another_tower_than_its_own():
 
     model = est.transform(replicate_model_fn(towers_fn, devices=cpus(4)))
     x = np.arange(10, dtype=np.float32)
-    state = model.init(jax.random.key(0), x, mode="infer")
-    got = model.predict_step(state, x).predictions
+    got = model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions
     np.testing.assert_array_equal(got["towers"], [4] * 8 + [1] * 2)
     np.testing.assert_array_equal(got["sum"], [1, 1, 5, 5, 9, 9, 13, 13, 17, 17])
 
@@ -259,22 +184,7 @@ def test_a_state_trained_on_four_towers_is_evaluated_anywhere(towers):
     assert_close(model.eval_step(host, features, labels).loss, want)
 
 
-@pytest.mark.parametrize("rows", [4, 7])
-def test_gradients_may_be_computed_in_evaluation_through_a_denominator(rows):
-    """The repeated run must not see denominators of the run that was left."""
-
-    def norm_fn(features, labels, mode):
-        w = est.get_variable("w", (4,))
-        output = features["x"] @ w
-        weight = jax.nn.sigmoid(output)
-        loss = est.losses.mean_squared_error(labels, output, weight, est.Reduction.MEAN)
-        optimizer = TowerOptimizer(optax.sgd(0.1))
-        train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
-
-    assert_towers_evaluate_alike(norm_fn, 2, rows)
-
-
+@pytest.mark.quick
 @pytest.mark.parametrize("where", [slice(0, 4), slice(4, 7), slice(0, 7), slice(1, 2)])
 def test_rows_of_weight_zero_anywhere(where):
     features, labels = batch(7)
@@ -287,15 +197,3 @@ def test_rows_of_weight_zero_anywhere(where):
     assert_close(got.loss, want.loss)
     metrics = [spec.eval_metric_ops["weighted_accuracy"].result() for spec in (got, want)]
     np.testing.assert_allclose(*metrics, rtol=1e-6)
-
-
-@pytest.mark.parametrize("rows", [4, 7])
-def test_predictions_may_be_empty_in_other_dimensions(rows):
-    def empty_fn(features, labels, mode):
-        return est.EstimatorSpec(mode, predictions={"x": features, "none": features[:, :0]})
-
-    x = np.ones((rows, 2), np.float32)
-    model = est.transform(replicate_model_fn(empty_fn, devices=cpus(2)))
-    got = model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions
-    assert got["none"].shape == (rows, 0)
-    assert got["x"].shape == (rows, 2)

@@ -6,29 +6,24 @@ import numpy as np
 import optax
 import pytest
 from testing.programs import collectives, operations
-from testing.towers import (
-    OPTIMIZERS,
-    STEPS,
-    mlp_model_fn,
-    regression,
-    replicate,
-)
+from testing.towers import OPTIMIZERS, STEPS, mlp_model_fn, regression, replicate, started
+from testing.wide import batches, wide, wide_mlp
 
 import estimator as est
 from replicate import TowerOptimizer, cross_tower_mean, tower_index
 
 
-@pytest.mark.parametrize("towers", [1, 2])
-def test_a_second_call_traces_and_compiles_nothing(towers, compilations):
-    traces = []
+@pytest.mark.quick
+@pytest.mark.parametrize("towers, parts", [(1, 1), (2, 1), (2, 4)])
+def test_a_second_call_traces_and_compiles_nothing(towers, parts, compilations):
+    traces, inner = [], wide_mlp(optax.adam(0.1))
 
     def model_fn(features, labels, mode):
         traces.append(mode)
-        return mlp_model_fn(optax.adam(0.1))(features, labels, mode)
+        return inner(features, labels, mode)
 
-    x, y = regression(8)
-    model = est.transform(replicate(model_fn, towers))
-    first = model.init(jax.random.key(0), x[0], y[0])
+    x, y = batches(8)
+    model, first = started(wide(towers, parts, model_fn), x[0], y[0])
 
     def all_steps(state):
         state, _ = model.train_step(state, x[0], y[0])
@@ -47,8 +42,7 @@ def test_a_second_call_traces_and_compiles_nothing(towers, compilations):
 
 
 def compiled_train_step(model_fn, *batch):
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), *batch)
+    model, state = started(model_fn, *batch)
     return jax.jit(model.train_step).lower(state, *batch).compile().as_text()
 
 
@@ -58,22 +52,22 @@ def without_metrics(model_fn):
 
 def test_all_gradients_and_the_loss_go_in_one_all_reduce():
     x, y = regression(8, steps=1)
-    model_fn = without_metrics(mlp_model_fn(optax.adam(0.1)))
-    program = compiled_train_step(replicate(model_fn, 4), x[0], y[0])
+    program = compiled_train_step(replicate(without_metrics(mlp_model_fn(optax.adam(0.1))), 4), x[0], y[0])
     assert collectives(program) == {"all-reduce": 1}
 
 
-def test_there_is_one_all_reduce_per_dtype():
+@pytest.mark.parametrize("steps", [1, 2])
+def test_there_is_one_all_reduce_per_dtype(steps):
     def model_fn(features, labels, mode):
         est.get_variable("seen", initializer=np.int32(0), trainable=False)
         est.get_variable("steps", initializer=np.int32(0), trainable=False)
         est.assign_add("seen", features.shape[0])
         est.assign_add("steps", (labels > 0).sum(dtype=jnp.int32))
-        return without_metrics(mlp_model_fn(optax.adam(0.1)))(features, labels, mode)
+        optimizer = TowerOptimizer(optax.adam(0.1), accumulate_steps=steps)
+        return without_metrics(mlp_model_fn(optimizer))(features, labels, mode)
 
     x, y = regression(8, steps=1)
-    program = compiled_train_step(replicate(model_fn, 4), x[0], y[0])
-    assert collectives(program) == {"all-reduce": 2}
+    assert collectives(compiled_train_step(replicate(model_fn, 4), x[0], y[0])) == {"all-reduce": 2}
 
 
 def test_metrics_of_a_train_step_add_one_collective_at_most():
@@ -82,6 +76,7 @@ def test_metrics_of_a_train_step_add_one_collective_at_most():
     assert sum(collectives(program).values()) <= 2, collectives(program)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("optimizer", ["sgd", "clipped_adam"])
 def test_one_device_runs_the_program_of_the_plain_model_fn(optimizer):
     model_fn = mlp_model_fn(OPTIMIZERS[optimizer]())
@@ -124,8 +119,7 @@ def test_one_device_runs_the_operations_of_the_plain_model_fn_in_every_mode(step
     batch = {"train_loop": ((x, y),), "predict_step": (x[0],)}.get(step, (x[0], y[0]))
 
     def compiled(model_fn):
-        model = est.transform(model_fn)
-        state = model.init(jax.random.key(0), x[0], y[0])
+        model, state = started(model_fn, x[0], y[0])
         program = jax.jit(lambda *args: getattr(model, step)(*args))
         return operations(program.lower(state, *batch).compile().as_text())
 

@@ -9,12 +9,13 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testing.model_fns import minimizing, ones
 from testing.towers import (
     OPTIMIZERS,
     STEPS,
     assert_close,
     assert_same_training,
-    mlp_model_fn,
+    one_step,
     reduced,
     regression,
     replicate,
@@ -26,6 +27,7 @@ from replicate import TowerOptimizer
 # The core law.
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 2, 4])
 def test_one_step_of_rate_one_shows_the_gradient_of_the_big_batch(towers):
     (x,), (y,) = regression(8, steps=1)
@@ -33,13 +35,8 @@ def test_one_step_of_rate_one_shows_the_gradient_of_the_big_batch(towers):
     def loss_fn(w):
         return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
 
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
-        loss = jnp.mean((jnp.tanh(features @ w) - labels) ** 2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(1.0)).minimize(loss))
-
-    model = est.transform(replicate(model_fn, towers))
-    state, spec = model.train_step(model.init(jax.random.key(0), x, y), x, y)
+    model_fn = minimizing(lambda x, y: jnp.mean((jnp.tanh(x @ ones("w", (3,))) - y) ** 2), optax.sgd(1.0))
+    state, spec = one_step(replicate(model_fn, towers), x, y)
     loss, gradient = jax.value_and_grad(loss_fn)(jnp.ones(3))
     assert_close(spec.loss, loss)
     assert_close(1.0 - state.variables["w"], gradient)
@@ -123,14 +120,12 @@ WEIGHTED = [
 
 
 def weighted_model_fn(reduction, steps=1):
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
         output = features["x"] @ w
-        loss = est.losses.mean_squared_error(labels, output, features["weight"], reduction)
-        train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return est.losses.mean_squared_error(labels, output, features["weight"], reduction)
 
-    return model_fn
+    return minimizing(loss_of, optax.sgd(0.1), accumulate_steps=steps)
 
 
 def uneven_weights(towers, rows):
@@ -162,6 +157,7 @@ def test_any_weights_give_the_global_mean(weights, reduction):
     assert_close(towers.variables, plain.variables)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [2, 4])
 def test_gradients_flow_through_the_denominator_of_a_weighted_mean(towers):
     def model_fn(features, labels, mode):
@@ -169,8 +165,7 @@ def test_gradients_flow_through_the_denominator_of_a_weighted_mean(towers):
         u = est.get_variable("u", (3,), initializer=jax.nn.initializers.ones)
         weights = jax.nn.sigmoid(features["x"] @ u) * features["weight"]
         loss = est.losses.mean_squared_error(labels, features["x"] @ w, weights, est.Reduction.MEAN)
-        train_op = TowerOptimizer(optax.sgd(0.5)).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.5)).minimize(loss))
 
     x, y = regression(towers * 10)
     batches = {"x": x, "weight": uneven_weights(towers, 10)}, y
@@ -178,22 +173,11 @@ def test_gradients_flow_through_the_denominator_of_a_weighted_mean(towers):
     assert np.abs(state.variables["u"] - 1).max() > 1e-3
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("towers", "steps"), [(4, 1), (1, 2), (2, 2)])
 def test_weights_that_are_all_zero_leave_the_variables_as_they_are(towers, steps):
     x, y = regression(8, steps=1)
     features, y = {"x": x[0], "weight": np.zeros(8, np.float32)}, y[0]
-    model = est.transform(replicate(weighted_model_fn("weighted_mean", steps), towers))
-    state, spec = model.train_step(model.init(jax.random.key(0), features, y), features, y)
+    state, spec = one_step(replicate(weighted_model_fn("weighted_mean", steps), towers), features, y)
     assert spec.loss == 0
     np.testing.assert_array_equal(state.variables["w"], np.ones(3))
-
-
-# Loops of several steps.
-
-
-def test_a_list_of_batches_is_a_loop():
-    x, y = regression(8)
-    model = est.transform(replicate(mlp_model_fn(optax.adam(0.1)), 2))
-    state = model.init(jax.random.key(0), x[0], y[0])
-    (one, _), (other, _) = (model.train_loop(state, batches) for batches in ((x, y), list(zip(x, y, strict=True))))
-    assert_close(one.variables, other.variables)

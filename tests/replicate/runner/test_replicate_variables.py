@@ -5,15 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import (
-    FOUR,
-    STEPS,
-    assert_close,
-    assert_same_training,
-    reduced,
-    regression,
-    replicate,
-)
+from testing.model_fns import minimizing, predicting
+from testing.towers import FOUR, STEPS, assert_close, assert_same_training, reduced, regression, replicate, started
 
 import estimator as est
 from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, cross_tower_sum, num_towers
@@ -35,14 +28,14 @@ def assign_model_fn(write, aggregation=est.VariableAggregation.MEAN, initial=0.0
 
 
 def one_step(model_fn, features, towers):
-    model = est.transform(replicate(model_fn, towers))
-    state = model.init(jax.random.key(0), features)
+    model, state = started(replicate(model_fn, towers), features)
     return model.train_step(state, features)
 
 
 MERGED = pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
 
 
+@pytest.mark.quick
 @MERGED
 def test_assign_merges_by_aggregation(aggregation, want):
     model_fn = assign_model_fn(lambda x: est.assign("s", x[0]), aggregation)
@@ -73,6 +66,7 @@ def test_assign_add_after_assign_adds_to_the_merged_value(aggregation, want, tow
     assert state.variables["s"] == want + 40.0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("towers", "steps"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
 def test_an_integer_counter_counts_every_tower(towers, steps):
     model_fn = assign_model_fn(lambda x: est.assign_add("s", 1), initial=np.int32(5), steps=steps)
@@ -93,25 +87,21 @@ def test_a_pytree_of_statistics_is_averaged():
         old = est.read_variable("s")
         est.assign("s", {"mean": 0.5 * old["mean"] + 0.5 * x.mean(), "max": x.max(keepdims=True)})
 
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
         est.get_variable("s", initializer={"mean": 2.0, "max": jnp.zeros(1)}, trainable=False)
         write(features)
-        loss = jnp.mean(w * features)
-        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return jnp.mean(w * features)
 
-    state, _ = one_step(model_fn, FOUR, 2)
+    state, _ = one_step(minimizing(loss_of), FOUR, 2)
     assert_close(state.variables["s"], {"mean": jnp.float32(2.5), "max": jnp.full(1, 4.0)})
 
 
 @pytest.mark.parametrize("mode", ["eval_step", "predict_step"])
 def test_assignments_act_in_training_alone(mode):
     model_fn = assign_model_fn(lambda x: est.assign("s", x[0]))
-    model = est.transform(replicate(model_fn, 2))
-    state = model.init(jax.random.key(0), FOUR)
-    spec = getattr(model, mode)(state, FOUR)
-    np.testing.assert_array_equal(spec.predictions, np.zeros(4))
+    model, state = started(replicate(model_fn, 2), FOUR)
+    np.testing.assert_array_equal(getattr(model, mode)(state, FOUR).predictions, np.zeros(4))
 
 
 def statistics_model_fn(features, labels, mode):
@@ -137,8 +127,7 @@ def statistics_model_fn(features, labels, mode):
     est.assign_add("label", labels.sum())
     output = features @ est.get_variable("w", (3,))
     loss = jnp.mean((output - labels) ** 2)
-    train_op = TowerOptimizer(optax.adam(0.02)).minimize(loss)
-    return est.EstimatorSpec(mode, output, loss, train_op)
+    return est.EstimatorSpec(mode, output, loss, TowerOptimizer(optax.adam(0.02)).minimize(loss))
 
 
 @pytest.mark.slow
@@ -166,56 +155,23 @@ def test_every_copy_of_every_variable_is_the_same_to_the_bit_after_a_loop():
     assert_copies_are_identical(state, 4)
 
 
-@pytest.mark.parametrize("axis_name", [None, TOWER_AXIS])
-def test_every_copy_of_batch_norms_statistics_is_the_same_to_the_bit_after_each_step(axis_name):
+@pytest.mark.quick
+@pytest.mark.parametrize("mean", [None, "pmean"])
+def test_every_copy_of_batch_norms_statistics_is_the_same_to_the_bit_after_each_step(mean):
     x, y = regression(24)
-    model = est.transform(replicate(batch_norm_model_fn(axis_name), 4))
-    state = model.init(jax.random.key(0), x[0], y[0])
+    model, state = started(replicate(batch_norm_model_fn(mean), 4), x[0], y[0])
     assert_copies_are_identical(state, 4)
     for batch in zip(x, y, strict=True):
         state, _ = model.train_step(state, *batch)
         assert_copies_are_identical(state, 4)
 
 
-def batch_norm_model_fn(axis_name, reduction="mean"):
-    """Flax's batch norm; with an axis name over all towers."""
-    nn = pytest.importorskip("flax.linen")
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            x = nn.Dense(4)(x)
-            x = nn.BatchNorm(not train, momentum=0.9, axis_name=axis_name)(x)
-            return nn.Dense(1)(jnp.tanh(x))[:, 0]
-
-    net = Net()
-
-    def model_fn(features, labels, mode):
-        variables = est.get_variable("net", lambda key: Net().init(key, features, train=False)["params"])
-        stats = est.get_variable(
-            "stats",
-            lambda key: Net().init(key, features, train=False)["batch_stats"],
-            trainable=False,
-        )
-        output, written = net.apply(
-            {"params": variables, "batch_stats": stats},
-            features,
-            train=mode == est.ModeKeys.TRAIN,
-            mutable=["batch_stats"],
-        )
-        est.assign("stats", written["batch_stats"])
-        loss = reduced((output - labels) ** 2, reduction)
-        train_op = TowerOptimizer(optax.sgd(RATES[reduction])).minimize(loss)
-        return est.EstimatorSpec(mode, output, loss, train_op)
-
-    return model_fn
-
-
 RATES = {"mean": 0.1, "sum": 0.1 / 24}
 
 
-def written_batch_norm_model_fn(reduction="mean"):
-    """Batch norm written out; outside of towers `cross_tower_mean` returns what it is given."""
+def batch_norm_model_fn(mean, reduction="mean"):
+    """Batch norm by the rows of a tower or, with a function of `MEANS`, by those of all."""
+    mean = MEANS.get(mean, lambda x: x)
 
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (3, 4))
@@ -224,8 +180,8 @@ def written_batch_norm_model_fn(reduction="mean"):
         x = features @ w
         stats = running
         if mode == est.ModeKeys.TRAIN:
-            center = cross_tower_mean(x.mean(0))
-            stats = {"mean": center, "var": cross_tower_mean(((x - center) ** 2).mean(0))}
+            center = mean(x.mean(0))
+            stats = {"mean": center, "var": mean(((x - center) ** 2).mean(0))}
             est.assign("stats", jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, stats))
         x = scale * (x - stats["mean"]) / jnp.sqrt(stats["var"] + 1e-3)
         output = jnp.tanh(x).sum(-1)
@@ -236,28 +192,23 @@ def written_batch_norm_model_fn(reduction="mean"):
     return model_fn
 
 
-def assert_one_big_batch_norm(plain, over_towers, towers, reduction):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mean", "towers", "reduction"),
+    [
+        *(("pmean", towers, reduction) for towers, reduction in ((1, "mean"), (2, "sum"), (4, "mean"))),
+        *(("cross_tower_mean", towers, reduction) for towers, reduction in ((1, "sum"), (3, "mean"), (8, "sum"))),
+    ],
+)
+def test_batch_norm_over_all_towers_matches_one_big_batch(mean, towers, reduction):
     """Forward, gradients and running statistics in training, and what those give in evaluation."""
-    replicated = replicate(over_towers, towers, reduction)
+    plain, replicated = batch_norm_model_fn(None, reduction), batch_norm_model_fn(mean, reduction)
+    replicated = replicate(replicated, towers, reduction)
     x, y = regression(24)
     state = assert_same_training(plain, replicated, (x, y), rtol=1e-4, atol=1e-5)
     assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(state.variables["stats"]))
     want, got = (est.transform(fn).eval_step(state, x[0], y[0]) for fn in (plain, replicated))
     assert_close((got.loss, got.predictions), (want.loss, want.predictions), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("towers", "reduction"), [(1, "mean"), (2, "sum"), (4, "mean")])
-def test_batch_norm_over_the_tower_axis_matches_one_big_batch(towers, reduction):
-    plain, over_towers = batch_norm_model_fn(None, reduction), batch_norm_model_fn(TOWER_AXIS, reduction)
-    assert_one_big_batch_norm(plain, over_towers, towers, reduction)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("towers", "reduction"), [(1, "sum"), (3, "mean"), (8, "sum")])
-def test_batch_norm_by_cross_tower_mean_matches_one_big_batch(towers, reduction):
-    model_fn = written_batch_norm_model_fn(reduction)
-    assert_one_big_batch_norm(model_fn, model_fn, towers, reduction)
 
 
 MEANS = {
@@ -308,27 +259,26 @@ def test_batch_norm_of_each_tower_alone_is_another_model():
     state = plain.init(jax.random.key(0), x[0], y[0])
     (one, spec), (four, spec_of_four) = plain.train_step(state, x[0], y[0]), towers.train_step(state, x[0], y[0])
     assert np.abs(spec.predictions - spec_of_four.predictions).max() > 1e-2
-    (stats,), (stats_of_four,) = one.variables["stats"].values(), four.variables["stats"].values()
+    stats, stats_of_four = one.variables["stats"], four.variables["stats"]
     assert_close(stats_of_four["mean"], stats["mean"])
     assert (stats_of_four["var"] < stats["var"]).all()
 
 
 @pytest.mark.parametrize("towers", [1, 2])
 def test_variables_of_several_dtypes_train_together(towers):
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
         half = est.get_variable("half", (), jnp.bfloat16, jax.nn.initializers.ones)
-        loss = jnp.mean(features * w) + jnp.mean(features.astype(jnp.bfloat16) * half).astype(jnp.float32)
-        train_op = TowerOptimizer(optax.sgd(1.0)).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return jnp.mean(features * w) + jnp.mean(features.astype(jnp.bfloat16) * half).astype(jnp.float32)
 
-    state, spec = one_step(model_fn, FOUR, towers)
+    state, spec = one_step(minimizing(loss_of, optax.sgd(1.0)), FOUR, towers)
     assert spec.loss == 6.0
     assert state.variables["w"] == -2.0
     assert state.variables["half"] == -2.0
     assert state.variables["half"].dtype == jnp.bfloat16
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("towers", "steps"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_a_flag_is_assigned_from_the_first_tower(towers, steps):
     model_fn = assign_model_fn(lambda x: est.assign("s", x[0] == 1.0), "only_first_tower", np.bool_(False), steps)
@@ -337,12 +287,10 @@ def test_a_flag_is_assigned_from_the_first_tower(towers, steps):
     assert state.variables["s"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 2])
 def test_a_wrapper_and_its_towers_draw_different_keys(towers):
-    def draw(features, labels, mode):
-        noise = jax.random.uniform(est.make_rng(), features.shape)
-        return est.EstimatorSpec(mode, predictions={"inner": noise})
-
+    draw = predicting(lambda x: {"inner": jax.random.uniform(est.make_rng(), x.shape)})
     inner = replicate(draw, towers)
 
     def wrapped(features, labels, mode):
@@ -352,7 +300,6 @@ def test_a_wrapper_and_its_towers_draw_different_keys(towers):
         draws = spec.predictions | {"before": before, "after": after}
         return spec._replace(predictions=draws, export_outputs=None)
 
-    model = est.transform(wrapped)
-    state = model.init(jax.random.key(0), FOUR, mode="infer")
+    model, state = started(wrapped, FOUR, mode="infer")
     draws = model.predict_step(state, FOUR).predictions
     assert len(np.unique(np.concatenate(list(draws.values())))) == 3 * len(FOUR)

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from testing.copies import CPUS, GRID, a_slot, a_variable, corrupt, everywhere, with_copy
 from testing.estimators import make
-from testing.towers import cpus, mlp_model_fn, regression, replicate
+from testing.hooks import When
+from testing.towers import cpus, mlp_model_fn, one_step, regression, replicate
 
 import estimator as est
 from estimator.multihost._replica_check import check_replicas
@@ -38,11 +39,11 @@ def written(towers, how=None, names=None, write=est.assign, accumulate_steps=1):
 
     if towers:
         model_fn = replicate_model_fn(model_fn, devices=cpus(towers))
-    model = est.transform(model_fn)
-    state, _ = model.train_step(model.init(jax.random.key(0), X), X)
+    state, _ = one_step(model_fn, X)
     return float(state.variables["batch/mean"]), int(state.variables["seen"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("write", [est.assign, est.assign_add])
 def test_what_towers_wrote_is_merged_as_the_call_says(write):
     merged = X.mean() if write is est.assign else X[:2].mean() + X[2:].mean()
@@ -81,13 +82,11 @@ def test_wrong_calls_in_a_model_fn_are_refused():
         est.sync_variables("w")
 
 
-# Copies.
-
-
 def add(amount):
     return lambda x: x + np.asarray(amount, x.dtype)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 def test_all_copies_become_the_first_or_the_mean(dtype):
     values = jax.device_put(np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype)), everywhere(CPUS[:4]))
@@ -116,19 +115,14 @@ def test_copies_of_parts_are_mended_and_what_has_none_stays():
         assert mended["cut"] is cut and mended["single"] is single
 
 
-class Sync(est.Hook):
-    """Synchronises after a step."""
+def syncs(step, **how):
+    """A hook that synchronises after a step."""
 
-    def __init__(self, step, **how):
-        self.step = step
-        self.how = how
-
-    def next_step(self, step):
-        return self.step if step < self.step else None
-
-    def after_run(self, context, values):
-        est.sync_variables(context=context, **self.how)
+    def after_run(context):
+        est.sync_variables(context=context, **how)
         check_replicas(context.global_step, variable=context.state.variables, slot=context.state.slots)
+
+    return When(step, after_run=after_run)
 
 
 @pytest.mark.slow
@@ -144,7 +138,7 @@ class Sync(est.Hook):
 @pytest.mark.usefixtures("users_compiler")
 def test_a_hook_mends_copies_and_training_continues(tmp_path, monkeypatch, which, how):
     x, y = regression(8)
-    hook = Sync(3, **how)
+    hook = syncs(3, **how)
     estimator = make(tmp_path, replicate(mlp_model_fn(optax.adam(0.01)), 2), check_replicas_every=4)
     corrupt(monkeypatch, 3, which)
     estimator.train(lambda: [(x[0], y[0])] * 6, hooks=[hook])
@@ -161,6 +155,6 @@ def test_wrong_calls_in_a_hook_are_refused(tmp_path):
     x, y = regression(8)
     estimator = make(tmp_path, replicate(mlp_model_fn(optax.adam(0.01)), 2))
     with pytest.raises(ValueError, match=r"sync_variables\('nothing'\)` names no variable; there are 'hidden/b',"):
-        estimator.train(lambda: [(x[0], y[0])] * 2, hooks=[Sync(1, names="nothing")])
+        estimator.train(lambda: [(x[0], y[0])] * 2, hooks=[syncs(1, names="nothing")])
     with pytest.raises(RuntimeError, match="Only training changes variables, .* got a change in mode 'eval'"):
-        estimator.evaluate(lambda: [(x[0], y[0])] * 2, hooks=[Sync(1)])
+        estimator.evaluate(lambda: [(x[0], y[0])] * 2, hooks=[syncs(1)])

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import FOUR, REDUCTIONS, assert_close, cpus, reduced, regression, replicate
+from testing.model_fns import minimizing
+from testing.towers import FOUR, REDUCTIONS, assert_close, cpus, one_step, reduced, regression, replicate
 
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, replicate_model_fn
@@ -41,10 +42,10 @@ def said(optimizer, loss, gradient):
 
 
 def trained(model_fn, batch=FOUR):
-    model = est.transform(model_fn)
-    return model.train_step(model.init(jax.random.key(0), batch), batch)[0].variables["w"]
+    return one_step(model_fn, batch)[0].variables["w"]
 
 
+@pytest.mark.quick
 @pytest.mark.covers("12 gradients")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("towers", [1, 2, 4])
@@ -71,6 +72,7 @@ def test_where_the_loss_is_a_sum_nothing_is_to_be_scaled():
     assert_close(trained(replicate(model_fn_with(by_hand, "sum"), 2, "sum")), trained(model_fn_with(by_hand, "sum")))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 2])
 def test_micro_batches_are_as_towers(towers):
     def optimizer():
@@ -159,11 +161,10 @@ def test_a_sparse_gradient_keeps_its_rows():
     slices = est.IndexedSlices(jnp.ones((2, 1)), jnp.array([0, 2]), (3, 1))
     seen = []
 
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
         seen.append(est.tower_gradient(slices))
-        loss = jnp.mean(w * features)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+        return jnp.mean(w * features)
 
-    trained(replicate(model_fn, 2))
+    trained(replicate(minimizing(loss_of), 2))
     assert all(each.indices is slices.indices and each.dense_shape == (3, 1) for each in seen)

@@ -183,6 +183,7 @@ def test_what_is_no_function_is_refused(wrong):
         replicate_model_fn(mlp_model_fn(optax.sgd(0.1)), devices=cpus(2), tower_transform=wrong)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("transform", "error", "message"),
     [

@@ -45,6 +45,7 @@ def test_a_batch_from_anywhere_is_moved_to_the_towers(place, distribution):
         np.testing.assert_array_equal(step(x), step(X))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "use",
     [
@@ -64,6 +65,7 @@ def test_an_array_of_the_whole_batch_beside_the_rows_of_a_tower_is_explained(use
     assert any("which has 2 of the 8 rows of the batch. Write -1" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("shape", [(8, 2), (8, -1), 16, (4, 4)])
 def test_a_shape_of_the_whole_batch_in_a_tower_is_explained(shape):
     def whole(features, mode):

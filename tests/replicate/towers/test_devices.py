@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing.model_fns import ones, predicting
+from testing.towers import started
 
 import estimator as est
-from replicate import num_towers, replicate_model_fn
+from replicate import VariableDistribution, num_towers, replicate_model_fn
 from replicate.towers._devices import find_devices
 
 pytestmark = pytest.mark.covers("12 devices")
@@ -17,10 +19,7 @@ pytestmark = pytest.mark.covers("12 devices")
 ROWS = np.arange(8, dtype=np.float32)
 
 
-def where(features, labels, mode):
-    w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-    towers = jnp.full(features.shape, num_towers(), jnp.int32)
-    return est.EstimatorSpec(mode, predictions={"y": w * features, "towers": towers})
+where = predicting(lambda x: {"y": ones("w") * x, "towers": jnp.full(x.shape, num_towers(), jnp.int32)})
 
 
 def raises(kind, message):
@@ -39,6 +38,8 @@ def raises(kind, message):
         ("CPU:3", 3),
         ("cpu", 0),
         ("/cpu", 0),
+        ("/job:localhost/replica:0/task:0/device:CPU:2", 2),
+        ("/replica:0/task:0/cpu:1", 1),
     ],
 )
 def test_names_of_a_device(name, index):
@@ -76,14 +77,25 @@ def test_names_and_objects_may_be_mixed():
 
 def test_without_devices_all_local_ones_are_taken():
     assert find_devices(None) == tuple(jax.local_devices())
-    model = est.transform(replicate_model_fn(where))
-    state = model.init(jax.random.key(0), ROWS, mode="infer")
+    model, state = started(replicate_model_fn(where), ROWS, mode="infer")
     got = model.predict_step(state, ROWS).predictions["towers"]
     np.testing.assert_array_equal(got, [len(jax.local_devices())] * 8)
 
 
 @pytest.mark.parametrize(
-    "name", ["/cpu:8", "/gpu:99", "/tpu:99", "xpu:0", "/job:worker/cpu:0", "cpu:-1", "", "cpu:0 ", 0]
+    "name",
+    [
+        "/cpu:8",
+        "/gpu:99",
+        "/tpu:99",
+        "xpu:0",
+        "/job:worker/cpu:0",
+        "/job:localhost/replica:0/task:1/device:CPU:0",
+        "cpu:-1",
+        "",
+        "cpu:0 ",
+        0,
+    ],
 )
 def test_an_unknown_device_is_an_error_that_names_those_there_are(name):
     message = f"There is no device {name!r}. The devices of this process are "
@@ -93,13 +105,32 @@ def test_an_unknown_device_is_an_error_that_names_those_there_are(name):
     assert str(caught.value).endswith(", ".join(names) + ".")
 
 
-@pytest.mark.parametrize(
-    "devices",
-    [["/cpu:0", "/cpu:0"], ["/cpu:1", "/device:CPU:1"], ["cpu", "cpu:1", "/CPU:0"]],
-)
-def test_a_device_that_comes_twice(devices):
-    with raises(ValueError, f"Each device may come once in devices; got {devices}."):
+@pytest.mark.parametrize("devices", [["/cpu:0", "/cpu:1", "/cpu:0"], ["cpu", "cpu:1", "/CPU:0"]])
+def test_a_device_that_comes_twice_beside_others(devices):
+    message = (
+        "Each device may come once in devices, unless they are all the same one, on which the towers then run "
+        f"together; got {devices}."
+    )
+    with raises(ValueError, message):
         replicate_model_fn(where, devices=devices)
+
+
+@pytest.mark.parametrize("distribution", VariableDistribution)
+def test_a_device_that_is_named_several_times_has_as_many_towers_and_all_variables(distribution):
+    devices = ["/cpu:3", "cpu:3", jax.devices("cpu")[3]]
+    model = est.transform(replicate_model_fn(where, devices=devices, variable_distribution=distribution))
+    state = model.init(jax.random.key(0), ROWS, mode="infer")
+    got = model.predict_step(state, ROWS[:6]).predictions
+    assert state.variables["w"].devices() == got["y"].devices() == {jax.devices("cpu")[3]}
+    np.testing.assert_array_equal(got["y"], ROWS[:6])
+    assert got["towers"].tolist() == [3] * 6
+    with raises(ValueError, "Batch size 8 needs to be divisible by the number of towers, which is 3."):
+        model.init(jax.random.key(0), ROWS)
+
+
+def test_towers_of_several_devices_need_as_many():
+    with raises(ValueError, "devices_per_tower=2 was given with one device named 4 times. A tower of several devices"):
+        replicate_model_fn(where, devices=["cpu:0"] * 4, devices_per_tower=2)
 
 
 def test_a_device_that_comes_twice_as_name_and_object():
@@ -110,7 +141,7 @@ def test_a_device_that_comes_twice_as_name_and_object():
 @pytest.mark.gpu
 def test_devices_of_several_kinds():
     gpu = jax.devices("gpu")[0]
-    with raises(ValueError, "The devices of the towers must be of one kind; got "):
+    with raises(ValueError, "The devices of the towers must be of one kind, since all towers run in one program; got "):
         find_devices([gpu, "/cpu:0"])
 
 
@@ -135,8 +166,7 @@ def test_a_generator_of_names_will_do():
 
 @pytest.mark.parametrize("devices", [["cpu:5"], ["cpu:3", "cpu:6"], ["cpu:6", "cpu:3", "cpu:0"]])
 def test_the_state_lives_on_the_devices_given(devices):
-    model = est.transform(replicate_model_fn(where, devices=devices))
-    state = model.init(jax.random.key(0), ROWS, mode="infer")
+    model, state = started(replicate_model_fn(where, devices=devices), ROWS, mode="infer")
     want = set(find_devices(devices))
     assert state.variables["w"].devices() == want
     spec = model.predict_step(state, ROWS)

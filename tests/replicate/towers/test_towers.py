@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus
+from testing.model_fns import predicting
+from testing.towers import cpus, started
 
 import estimator as est
 from replicate import (
@@ -26,17 +27,14 @@ ROWS = np.arange(1, 9, dtype=np.float32)
 def predict(rows_fn, towers, x=ROWS):
     """What `rows_fn(rows of the tower)` gives, once per row; `towers` None: not replicated."""
 
-    def model_fn(features, labels, mode):
-        rows = jax.tree.map(lambda v: jnp.broadcast_to(v, features.shape), rows_fn(features))
-        return est.EstimatorSpec(mode, predictions=rows)
-
+    model_fn = predicting(lambda x: jax.tree.map(lambda v: jnp.broadcast_to(v, x.shape), rows_fn(x)))
     if towers:
         model_fn = replicate_model_fn(model_fn, devices=cpus(towers))
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), x, mode="infer")
+    model, state = started(model_fn, x, mode="infer")
     return jax.tree.map(np.asarray, model.predict_step(state, x).predictions)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [None, 1, 2, 4, 8])
 def test_every_tower_knows_its_number_and_their_count(towers):
     got = predict(lambda x: {"index": tower_index(), "count": jnp.int32(num_towers())}, towers)
@@ -46,6 +44,7 @@ def test_every_tower_knows_its_number_and_their_count(towers):
     assert got["index"].dtype == np.int32
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("towers", [None, 1, 2, 4])
 def test_sums_and_means_over_towers(towers):
     def rows_fn(x):
@@ -96,25 +95,6 @@ def test_jaxs_own_collectives_take_the_tower_axis():
     np.testing.assert_array_equal(got, np.full(8, 15.0))
 
 
-@pytest.mark.parametrize("towers", [1, 2, 4])
-def test_gradients_flow_through_sums_over_towers(towers):
-    """A loss of the global mean, squared: no tower can compute it by itself."""
-
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss = cross_tower_mean(jnp.mean(w * features)) ** 2
-        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
-
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(towers)))
-    state, spec = model.train_step(model.init(jax.random.key(0), ROWS), ROWS)
-    np.testing.assert_allclose(spec.loss, 4.5**2, rtol=1e-6)
-    np.testing.assert_allclose(state.variables["w"], 1 - 0.1 * 2 * 4.5**2, rtol=1e-5)
-
-
-# Random keys.
-
-
 def noise_model(towers):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
@@ -124,8 +104,7 @@ def noise_model(towers):
             "named": jax.random.uniform(est.make_rng("named"), features.shape),
         }
         loss = jnp.mean(w * features)
-        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
-        return est.EstimatorSpec(mode, draws, loss, train_op)
+        return est.EstimatorSpec(mode, draws, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
     return est.transform(replicate_model_fn(model_fn, devices=cpus(towers)) if towers else model_fn)
 
@@ -169,8 +148,7 @@ def test_one_tower_draws_as_the_plain_model_fn():
 @pytest.mark.parametrize("rows", [8, 7, 3])
 def test_no_two_rows_of_a_prediction_share_a_draw(rows):
     model = noise_model(4)
-    state = model.init(jax.random.key(0), ROWS)
-    draws = model.predict_step(state, ROWS[:rows]).predictions
+    draws = model.predict_step(model.init(jax.random.key(0), ROWS), ROWS[:rows]).predictions
     assert len(np.unique(np.concatenate(list(draws.values())))) == 3 * rows
 
 
@@ -183,8 +161,7 @@ def test_initial_values_are_the_same_for_all_numbers_of_towers():
         est.get_variable("statistics", initializer={"mean": jnp.zeros(2), "n": np.int32(0)}, trainable=False)
         noise = est.get_variable("noise", lambda key: jax.random.normal(est.make_rng(), (2,)))
         loss = jnp.mean(features) * (w.sum() + net["b"].sum() + noise.sum())
-        train_op = TowerOptimizer(optax.adam(0.1)).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1)).minimize(loss))
 
     want = est.transform(model_fn).init(jax.random.key(0), ROWS)
     for towers in (1, 2, 4, 8):
@@ -205,11 +182,9 @@ def test_the_global_step_is_the_same_in_every_tower():
         w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
         step = jnp.broadcast_to(est.global_step(), features.shape)
         loss = jnp.mean(w * features)
-        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
-        return est.EstimatorSpec(mode, step, loss, train_op)
+        return est.EstimatorSpec(mode, step, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(4)))
-    state = model.init(jax.random.key(0), ROWS)
+    model, state = started(replicate_model_fn(model_fn, devices=cpus(4)), ROWS)
     state, first = model.train_step(state, ROWS)
     _, second = model.train_step(state, ROWS)
     np.testing.assert_array_equal(first.predictions, np.zeros(8))

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 
 import jax
@@ -17,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import replicate
 from estimator.multihost import _initialize
-from estimator.multihost._lost_process import LOST_PROCESS, ProcessLostError
+from estimator.multihost._supervisor import SUPERVISOR, ProcessLostError
 
 
 def say(*what):
@@ -175,7 +174,7 @@ def adopt(address, recoverable, starts_devices):
     say_error(replicate.initialize_distributed, num_processes=3)
     replicate.initialize_distributed(timeout_secs=20)
     say_error(replicate.initialize_distributed)
-    watched = any(thread.name == "process-watch" for thread in threading.enumerate())
+    watched = bool(SUPERVISOR.peers.names)
     say("process", me, "of", jax.process_count(), "sum", float(summed(np.ones(8), 1).sum()), "watched", watched)
     time.sleep(me)
 
@@ -196,7 +195,7 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=2.0):
         try:
             summed(np.ones(24), times=1).block_until_ready()
         except Exception as error:
-            raise LOST_PROCESS.explain(error) from error
+            raise SUPERVISOR.explain(error) from error
         if step == 20:
             say("working")
             if me == victim and way in ("kill", "fork"):
@@ -212,13 +211,13 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=2.0):
 
 def poll():
     """Sees the loss from Python, and continues."""
-    while not LOST_PROCESS.loss:
+    while not SUPERVISOR.loss:
         time.sleep(0.01)
-    say("lost:", LOST_PROCESS.loss)
+    say("lost:", SUPERVISOR.loss)
     try:
-        raise LOST_PROCESS.explain(jax.errors.JaxRuntimeError("closed by peer"))
+        raise SUPERVISOR.explain(jax.errors.JaxRuntimeError("closed by peer"))
     except ProcessLostError as e:
-        LOST_PROCESS.note_raise()
+        SUPERVISOR.note_raise()
         say("caught:", e, "from", repr(e.__cause__))
     time.sleep(2)  # longer than the grace
     raise jax.errors.JaxRuntimeError("closed by peer")

@@ -9,6 +9,7 @@ import optax
 
 import estimator as est
 from estimator.loop._context import RunContext
+from testing.hooks import When, raising
 
 TABLE = [9, 9, 8, 9, 7, 9, 7.5, 9, 6, 9, 6.5, 9, 6.2, 9, 7, 9, 1] + 30 * [9]  # best before it stops: 6, at step 8
 ONE = np.ones((2, 1), np.float32)
@@ -56,17 +57,11 @@ def stops(hook, estimator, step=10_000):
     return context.stop_requested
 
 
-class KillAt(est.Hook):
+class KillAt(When):
     """Ends a run with an error, in which nothing is saved."""
 
     def __init__(self, step):
-        self.step = step
-
-    def next_step(self, step):
-        return self.step if step < self.step else None
-
-    def after_run(self, context, values):
-        raise KeyboardInterrupt
+        super().__init__(step, after_run=raising(KeyboardInterrupt))
 
 
 class KillEvaluation(est.Hook):

@@ -1,7 +1,6 @@
 """A training run that shows in its last bits what is done otherwise, and in a variable which example was used when."""
 
 import itertools
-import signal
 import time
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import tensorboardX  # noqa: F401, which the copies of this process need not import
 
 import estimator as est
 from replicate import TowerOptimizer, num_towers, replicate_model_fn, tower_index
@@ -71,8 +69,7 @@ def data_loader():
 def generator():
     rng = np.random.default_rng(3)
     for _ in itertools.count():
-        rows = rng.permutation(ROWS)[:BATCH]
-        yield examples(rows)
+        yield examples(rng.permutation(ROWS)[:BATCH])
 
 
 def arrays():
@@ -123,6 +120,7 @@ def make(name, model_dir):
         steps_per_loop=steps_per_loop,
         save_checkpoints_steps=SAVE_EVERY,
         save_summary_steps=50,
+        trackers=[est.trackers.CsvTracker()],
         resume_input="count" if name == "a generator" else "position",
     )
 
@@ -139,8 +137,6 @@ def train(name, model_dir, compiles_all=False, slow_after=STEPS):
       compiles_all: whether to use no program that another process has compiled.
       slow_after: the lines after which it waits for a signal; it gets one, unless the machine is very busy.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where a shell runs the tests beside it
-    jax.config.update("jax_num_cpu_devices", 2)
     if compiles_all:
         jax.config.update("jax_compilation_cache_dir", None)
     hooks = [Progress(slow_after), est.LoggingTensorHook(["largest"], every_n_iter=13)]

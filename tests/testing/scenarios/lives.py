@@ -3,7 +3,6 @@
 import itertools
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -15,11 +14,11 @@ import orbax.checkpoint as ocp
 
 import estimator as est
 from testing.estimators import X, Y, make, saved_at, times
+from testing.hooks import At
 
 
 def endless_training(model_dir, keep=2):
     """Saves every step, says when the first checkpoint is on disk, and ends with the signal that ends it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def input_fn():
         yield X, Y
@@ -44,7 +43,6 @@ def deep(features, labels, mode):
 def compile_long(model_dir):
     os.environ["XLA_FLAGS"] = ""
     jax.config.update("jax_enable_compilation_cache", False)  # a run before may have compiled it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     time.sleep(0.2)  # it has been said that the process has started
     try:
         print("blocked", flush=True)
@@ -54,35 +52,24 @@ def compile_long(model_dir):
         raise
 
 
-class Forking(est.Hook):
+def fork_while_saving(model_dir):
     """Forks while the first checkpoint is written, which lasts until the child has ended."""
+    estimator, finalize, has_ended = make(model_dir), ocp.PyTreeCheckpointHandler.finalize, threading.Event()
 
-    def __init__(self, estimator):
-        self.estimator = estimator
-        self.has_ended = threading.Event()
-
-    def next_step(self, step):
-        return 1 if step == 0 else None
-
-    def after_run(self, context, values):
+    def fork():
         pid = os.fork()
         if not pid:
-            print("in the child:", self.estimator.latest_checkpoint(), flush=True)
+            print("in the child:", estimator.latest_checkpoint(), flush=True)
             os._exit(0)
         os.waitpid(pid, 0)
-        self.has_ended.set()
-
-
-def fork_while_saving(model_dir):
-    finalize = ocp.PyTreeCheckpointHandler.finalize
-    hook = Forking(make(model_dir))
+        has_ended.set()
 
     def finalize_later(self, directory):
-        assert hook.has_ended.wait(30)
+        assert has_ended.wait(30)
         finalize(self, directory)
 
     ocp.PyTreeCheckpointHandler.finalize = finalize_later
-    hook.estimator.train(times(2), hooks=[hook])
+    estimator.train(times(2), hooks=[At(1, fork)])
 
 
 def evaluate_in_fork(model_dir):
@@ -140,8 +127,7 @@ def without_streams(model_dir):
     for number in range(3):
         os.close(number)
     sys.stdin = sys.stdout = sys.stderr = None
-    estimator = make(model_dir).train(times(3))
-    estimator.evaluate(times(2))
+    make(model_dir).train(times(3)).evaluate(times(2))
     with open(os.path.join(model_dir, "streams"), "w") as file:
         file.write(" ".join(os.readlink(f"/proc/self/fd/{number}") for number in range(3)))
 
@@ -162,3 +148,14 @@ def evaluate_without_rights(model_dir):
         estimator.train(times(1))
     except OSError as error:
         print(type(error).__name__, error, flush=True)
+
+
+def stall(model_dir):
+    """The input never comes on, which the watchdog ends."""
+
+    def input_fn():
+        yield X, Y
+        print("hangs", flush=True)
+        threading.Event().wait()
+
+    make(model_dir, steps_per_loop=1).train(input_fn, hooks=[est.WatchdogHook(1, action="end")])

@@ -23,8 +23,7 @@ def model_fn(features, labels, mode):
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions={"y": y})
     loss = est.losses.mean_squared_error(labels, y)
-    train_op = est.Optimizer(optax.adam(0.1)).minimize(loss)
-    return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adam(0.1)).minimize(loss))
 
 
 def make(model_dir, **config):
@@ -56,7 +55,6 @@ def train(model_dir, stop_at=None):
 
         s3fs.S3FileSystem._put_file = wait_before
     make(model_dir).train(input_fn, max_steps=STEPS)
-    print("done", flush=True)
 
 
 def evaluate(model_dir):

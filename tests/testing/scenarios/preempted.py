@@ -6,19 +6,17 @@ import time
 
 import numpy as np
 
-import estimator as est
-from testing.estimators import X, Y, make
+from testing.estimators import X, Y, make, saved_at
+from testing.hooks import At, When
 
 
-class Reports(est.Hook):
-    """Prints how a run ended."""
+def reports(name):
+    """A hook that prints how a run ended."""
 
-    def __init__(self, name):
-        self.name = name
+    def end(context):
+        print("end:", name, context.stop_reason, context.global_step, type(context.error).__name__, flush=True)
 
-    def end(self, context):
-        error = type(context.error).__name__
-        print("end of", self.name, context.stop_reason, context.global_step, error, flush=True)
+    return When(end=end)
 
 
 def blocks_after(n, wait=lambda: time.sleep(0.2)):
@@ -33,63 +31,41 @@ def blocks_after(n, wait=lambda: time.sleep(0.2)):
     return input_fn
 
 
-class Steps(est.Hook):
-    """Lets other threads wait until a run has made some steps."""
-
-    def __init__(self, steps):
-        self.steps, self.last, self.done = steps, None, threading.Event()
-
-    def next_step(self, step):
-        self.last = self.last or step + self.steps
-        return self.last if step < self.last else None
-
-    def after_run(self, context, values):
-        self.done.set()
-
-
-class Evaluating(est.Hook):
-    def __init__(self, estimator, input_fn):
-        self.evaluate = lambda state: estimator.evaluate_state(state, input_fn, hooks=[Reports("evaluation")])
-
-    def next_step(self, step):
-        return 4 if step < 4 else 1000
-
-    def after_run(self, context, values):
-        self.evaluate(context.state)
-
-
 def train(model_dir, n, wait=lambda: time.sleep(0.2)):
-    steps = Steps(n)
+    has_trained = threading.Event()
 
     def wait_for_steps():
         if n:
-            steps.done.wait()
+            has_trained.wait()
         wait()
 
-    estimator = make(model_dir, steps_per_loop=1)
-    estimator.train(blocks_after(n, wait_for_steps), hooks=[steps, Reports("training")])
+    last = At((saved_at(model_dir) or [0])[-1] + n, has_trained.set)
+    make(model_dir, steps_per_loop=1).train(blocks_after(n, wait_for_steps), hooks=[last, reports("training")])
 
 
 def evaluate(model_dir, n):
-    make(model_dir).evaluate(blocks_after(n), hooks=[Reports("evaluation")])
+    make(model_dir).evaluate(blocks_after(n), hooks=[reports("evaluation")])
 
 
 def predict(model_dir, n):
-    for _ in make(model_dir).predict(blocks_after(n), hooks=[Reports("prediction")]):
+    for _ in make(model_dir).predict(blocks_after(n), hooks=[reports("prediction")]):
         pass
 
 
 def read_predictions(model_dir):
     """Computes little, and does much with each prediction."""
-    for _ in make(model_dir).predict(lambda: [X, X], hooks=[Reports("prediction")]):
+    for _ in make(model_dir).predict(lambda: [X, X], hooks=[reports("prediction")]):
         print("blocked", flush=True)
         time.sleep(60)
 
 
 def evaluate_in_training(model_dir, n):
     estimator = make(model_dir)
-    hooks = [Evaluating(estimator, blocks_after(n)), Reports("training")]
-    estimator.train(lambda: itertools.repeat((X, Y)), hooks=hooks)
+
+    def evaluate(context):
+        estimator.evaluate_state(context.state, blocks_after(n), hooks=[reports("evaluation")])
+
+    estimator.train(lambda: itertools.repeat((X, Y)), hooks=[When(4, after_run=evaluate), reports("training")])
 
 
 def leave_predictions(model_dir):
@@ -125,7 +101,8 @@ def in_a_thread(model_dir):
 def with_own_handler(model_dir):
     import signal
 
-    signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: print("end: own handler", flush=True))
     estimator = make(model_dir, save_checkpoints_steps=1)
 
     def input_fn():
@@ -135,4 +112,4 @@ def with_own_handler(model_dir):
                 time.sleep(1)
             yield np.copy(X), Y
 
-    estimator.train(input_fn, hooks=[Reports("training")])
+    estimator.train(input_fn, hooks=[reports("training")])

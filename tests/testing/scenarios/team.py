@@ -17,6 +17,7 @@ from jax.experimental.sparse import BCOO
 import estimator as est
 import replicate
 from replicate import TowerOptimizer, replicate_model_fn
+from testing.hooks import When
 from testing.metrics import Largest
 
 ROWS, BATCHES = 8, 4
@@ -275,13 +276,9 @@ def then_raises(pairs):
     raise OSError("the disk is gone")
 
 
-class Raises(est.Hook):
-    def next_step(self, step):
-        return step + 2
-
-    def after_run(self, context, values):
-        if jax.process_index() == 1:
-            raise ValueError("not today")
+def fail_in_one(context):
+    if jax.process_index() == 1:
+        raise ValueError("not today")
 
 
 def fail(folder):
@@ -318,7 +315,7 @@ def fail(folder):
     trained("input", lambda: then_raises(batches(3)) if me else batches(5))
     trained("evaluated input", lambda: then_raises(batches(3)) if me else batches(5), verb="evaluate")
     trained("hooks", lambda: batches(3), hooks=[est.StopAtStepHook(2)] if me else None)
-    trained("hook", lambda: batches(4), hooks=[Raises()])
+    trained("hook", lambda: batches(4), hooks=[When(2, after_run=fail_in_one)])
     trained("verbs", lambda: batches(3), verb="evaluate" if me else "train")
     trained("steps", lambda: batches(3), steps=2 + me)
     trained("not replicated", lambda: batches(3), model_fn=shown)

@@ -10,23 +10,11 @@ from jax.experimental import multihost_utils
 import estimator as est
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
-from estimator.multihost import _coordination_client, _lost_process, _news
+from estimator.multihost import _coordination_client, _process_watch, _supervisor
 from estimator.multihost._coordination_client import coordination_client
+from testing.hooks import When
 from testing.scenarios.team import make, say, start
 from testing.scenarios.team_lives import Source, tiny
-
-
-class Hangs(est.Hook):
-    """Calls functions of the step: after each step, and in its `end`."""
-
-    def __init__(self, in_hook, in_end):
-        self._in_hook, self._in_end = in_hook, in_end
-
-    def after_run(self, context, values):
-        self._in_hook(context.step)
-
-    def end(self, context):
-        self._in_end(context.step)
 
 
 class Counted:
@@ -45,7 +33,7 @@ class Counted:
 def wait(model_dir, secs):
     """The input of process 1 takes long for a batch; says how often each process asks the service meanwhile."""
     start()
-    for module in (_coordination_client, _lost_process, _news):  # and what calls `connected_client`
+    for module in (_coordination_client, _process_watch, _supervisor):  # and what calls `connected_client`
         module.coordination_client = lambda: Counted(coordination_client())
 
     def in_input(i):
@@ -84,19 +72,17 @@ def train(model_dir, where, who, max_steps, limits):
         if i == 6:
             hang("input")
 
-    def in_hook(step):
-        if step != 6:
-            return
+    def in_hook(context):
         hang("hook")
         hang("stopped")
         if where == "collective" and jax.process_index() == who:
             print("hangs", flush=True)
-            multihost_utils.process_allgather(np.float32(step))  # the other process does not take part
+            multihost_utils.process_allgather(np.float32(6))  # the other process does not take part
 
     Checkpoint.restore = before(Checkpoint.restore, "restore", lambda *args: True)
     Checkpoints.save = before(Checkpoints.save, "save", lambda self, state, *args: int(state.global_step) == 8)
     config = {"save_checkpoints_steps": 4, "resume_input": "count", "limits": est.Limits(**limits), "steps_per_loop": 1}
     estimator = make(model_dir, tiny, **config)
-    hook = Hangs(in_hook, lambda step: hang("end"))
+    hook = When(6, after_run=in_hook, end=lambda context: hang("end"))
     estimator.train(lambda: Source(in_input, positions=False), hooks=[hook], max_steps=max_steps)
     say(values={name: value.tolist() for name, value in estimator.get_variable_value("*").items()})

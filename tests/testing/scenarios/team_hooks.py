@@ -14,6 +14,7 @@ from absl import logging
 import estimator as est
 import estimator.hooks._checkpoint_saver
 from replicate import TowerOptimizer
+from testing.hooks import When
 from testing.scenarios.team import X, batch, batches, make, own, replicated, say, shown, start, uneven, write
 
 
@@ -35,35 +36,20 @@ class Clock(est.Hook):
         self.steps.append(context.step)
 
 
-class StopsIn(est.Hook):
-    """Wants one process to stop."""
+def stop_in(index, at):
+    """A hook by which one process wants to stop."""
 
-    def __init__(self, index, at):
-        self.index, self.at = index, at
-
-    def after_run(self, context, values):
-        if jax.process_index() == self.index and context.step == self.at:
+    def stop(context):
+        if jax.process_index() == index and context.step == at:
             context.request_stop("enough")
 
-
-class StopsAtTheLoss(est.Hook):
-    """Wants one process to stop, at a moment that is not one of a hook."""
-
-    def after_create_state(self, context):
-        if jax.process_index():
-            context.watch_losses(lambda context, step, losses: context.request_stop("the loss"))
+    return When(after_run=stop)
 
 
-class OfTheChief(est.Hook):
-    def end(self, context):
-        say(chief=jax.process_index())
-
-
-class Noted(est.Hook):
-    """Keeps how a run ended."""
-
-    def end(self, context):
-        self.ended = context.stop_reason, context.global_step
+def stop_at_the_loss(context):
+    """One process wants to stop, at a moment that is not one of a hook."""
+    if jax.process_index():
+        context.watch_losses(lambda context, step, losses: context.request_stop("the loss"))
 
 
 def slowly(pairs, secs=0.01):
@@ -79,7 +65,7 @@ def with_chief_hook(features, labels, mode):
         predictions=spec.predictions,
         loss=spec.loss,
         train_op=spec.train_op,
-        training_chief_hooks=[OfTheChief()],
+        training_chief_hooks=[When(end=lambda context: say(chief=jax.process_index()))],
         training_hooks=[est.LoggingTensorHook(["loss"], every_n_iter=2)],
     )
 
@@ -89,31 +75,35 @@ def hooked(folder):
     logging.set_verbosity(logging.INFO)
     if jax.process_index():  # its clock is ahead, more and more
         estimator.hooks._checkpoint_saver.time = types.SimpleNamespace(monotonic=lambda: 3 * time.monotonic())
-    clock, noted = Clock(), Noted()
+    clock, noted = Clock(), When()
+
+    def ended():
+        return noted.context.stop_reason, noted.context.global_step
+
     by_secs = make(os.path.join(folder, "secs"), with_chief_hook, save_checkpoints_secs=0.05, keep_checkpoint_max=None)
     with jax.log_compiles():
         by_secs.train(lambda: slowly(batches(40)), hooks=[clock, noted])
-    say(clock=clock.steps, ended=noted.ended, saved=by_secs.latest_checkpoint())
+    say(clock=clock.steps, ended=ended(), saved=by_secs.latest_checkpoint())
 
     trackers = [est.trackers.CsvTracker()]
     stopped = make(os.path.join(folder, "stopped"), save_summary_steps=2, trackers=trackers)
     for index in (0, 1):
-        stopped.train(lambda: batches(20), hooks=[StopsIn(index, 5 + 8 * index), noted])
-        say(stopped=noted.ended)
+        stopped.train(lambda: batches(20), hooks=[stop_in(index, 5 + 8 * index), noted])
+        say(stopped=ended())
     stopped.train(lambda: batches(20), hooks=[est.StopAtStepHook(3), noted])
-    say(stopped=noted.ended)
+    say(stopped=ended())
     stopped.train(lambda: slowly(batches(400)), hooks=[est.StopAtSecsHook(0.2 * (1 + jax.process_index())), noted])
-    say(by_secs=noted.ended)
-    stopped.train(lambda: batches(1000), hooks=[StopsAtTheLoss(), noted])
-    say(watched=noted.ended)
+    say(by_secs=ended())
+    stopped.train(lambda: batches(1000), hooks=[When(after_create_state=stop_at_the_loss), noted])
+    say(watched=ended())
     stopped.train(lambda: batches(9 - 3 * jax.process_index()), hooks=[noted])
-    say(shorter=noted.ended)
+    say(shorter=ended())
     timed = make(os.path.join(folder, "timed"), steps_per_loop="0.01s", log_step_count_steps=20)
     timed.train(lambda: itertools.islice(itertools.cycle(batches()), 300), hooks=[noted])
-    say(timed=noted.ended)
+    say(timed=ended())
     nan = [*batches(3), (batch(0)[0], np.full_like(batch(0)[1], np.nan)), *batches(300)]
     timed.train(lambda: nan, hooks=[est.NanTensorHook(fail_on_nan_loss=False), noted])
-    say(ended_by_nan=noted.ended[0])
+    say(ended_by_nan=ended()[0])
     evaluator = est.InMemoryEvaluatorHook(stopped, uneven, every_n_iter=2)
     stopped.train(lambda: batches(3), hooks=[evaluator])
     say(in_memory=evaluator.results)

@@ -130,14 +130,14 @@ def train_until_terminated(model_dir, blocked, late):
     trained = make(model_dir, tiny, save_checkpoints_steps=1000, resume_input="count")
     try:
         trained.train(lambda: Source(wait, positions=False), hooks=[Tell()])
-    except est.Preempted:
+    except (est.Preempted, KeyboardInterrupt) as error:
         if me == late:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM if isinstance(error, est.Preempted) else signal.SIGINT)
         raise
 
 
 def evaluate_until_terminated(model_dir):
-    """One gets SIGTERM while all evaluate during a training run."""
+    """One gets a signal while all evaluate during a training run."""
     start()
 
     def wait(i):
@@ -177,7 +177,7 @@ def drift(folder):
     inner = Training._start
 
     def corrupting(training, run, reporting):
-        if training.context.global_step == 5 and jax.process_index() == 1:
+        if training.global_step == 5 and jax.process_index() == 1:
             carry = training._carry
             array = carry.variables["w"]
             shards = [np.array(shard.data) for shard in array.addressable_shards]
@@ -227,14 +227,14 @@ def come_late(folder):
         say(error=type(error).__name__, text=str(error))
 
 
-def terminate_one(folder):
-    """Process 1 gets SIGTERM while it makes its first state, or reads its first batch."""
+def terminate_one(folder, number):
+    """Process 1 gets a signal while it makes its first state, or reads its first batch."""
     start()
     me = jax.process_index()
 
     def input_fn():
         if me:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return Source()
 
     make(os.path.join(folder, "one"), tiny).train(input_fn)

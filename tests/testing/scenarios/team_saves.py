@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from estimator.checkpoint import _save
+from estimator.storage._sealed_folder import SealedFolder
 from testing.estimators import saved_at
 from testing.hooks import AtSteps
 from testing.scenarios.team import make, say, start
@@ -56,15 +57,15 @@ def fail(model_dir, who, where):
         if "ckpt-2" in key and jax.process_index() == who:
             raise OSError("the disk is gone")
 
-    def break_last(path, **kwargs):
-        if path.endswith("ckpt-2"):
+    def break_last(self, **kwargs):
+        if self.path.endswith("ckpt-2"):
             raise OSError("the disk is gone")
-        write_manifest(path, **kwargs)
+        seal(self, **kwargs)
 
     if where == "own":
         before_commit(break_own)
     else:
-        write_manifest, _save.write_manifest = _save.write_manifest, break_last
+        seal, SealedFolder.seal = SealedFolder.seal, break_last
     began = time.monotonic()
     try:
         make(model_dir, tiny, save_checkpoints_steps=2).train(lambda: Source(), max_steps=8, hooks=[Tell()])

@@ -1,0 +1,218 @@
+"""`tf.Example`s are parsed as TensorFlow 1.12 parses them: its values, shapes, dtypes and errors (tests/golden)."""
+
+import base64
+import functools
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import estimator as est
+from estimator.io import FixedLenFeature, FixedLenSequenceFeature, VarLenFeature
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "tfrecord"
+VALUES = json.loads((GOLDEN / "values.json").read_text())
+FEATURES = {
+    "id": FixedLenFeature([], np.int64),
+    "price": FixedLenFeature([], np.float32, -1.5),
+    "square": FixedLenFeature([2, 2], np.float32),
+    "word": FixedLenFeature([], str),
+    "tags": VarLenFeature(str),
+    "clicks": VarLenFeature(np.int64),
+    "track": FixedLenSequenceFeature([], np.float32, True, 9.0),
+    "pairs": FixedLenSequenceFeature([2], np.int64, True),
+}
+
+
+@functools.cache
+def records(*names):
+    return [record for name in names for record in est.io.tf_record_iterator(GOLDEN / f"{name}.tfrecord")]
+
+
+EXAMPLES = records("part-0", "part-1", "part-2")
+
+
+def array(saved):
+    if "bytes" not in saved:
+        return np.array(saved["values"], saved["dtype"]).reshape(saved["shape"])
+    return np.array([*map(base64.b64decode, saved["bytes"]), None], object)[:-1].reshape(saved["shape"])
+
+
+def assert_equal(got, saved):
+    if "indices" in saved:
+        np.testing.assert_array_equal(got.indices, np.reshape(saved["indices"], got.indices.shape))
+        np.testing.assert_array_equal(got.dense_shape, saved["dense_shape"])
+        got, saved = got.values, saved["values"]
+    want = array(saved)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("key", FEATURES)
+def test_a_batch_is_parsed_as_tensorflow_parses_it(key):
+    assert_equal(est.io.parse_example(EXAMPLES, {key: FEATURES[key]})[key], VALUES["parsed"][key])
+
+
+@pytest.mark.parametrize("key", FEATURES)
+def test_single_examples_are_the_rows_of_a_batch(key):
+    batch = est.io.parse_example(EXAMPLES, {key: FEATURES[key]})[key]
+    for i, example in enumerate(EXAMPLES):
+        one = est.io.parse_single_example(example, {key: FEATURES[key]})[key]
+        if isinstance(batch, np.ndarray):
+            np.testing.assert_array_equal(one, batch[i][: len(one)] if one.ndim else batch[i])
+        else:
+            np.testing.assert_array_equal(one.to_dense(), batch.to_dense()[i][: len(one.values)])
+            assert one.indices.shape == (len(one.values), 1)
+
+
+def test_sequences_are_parsed_as_tensorflow_parses_them():
+    context = {"label": FixedLenFeature([], np.int64), "who": FixedLenFeature([], str)}
+    sequences = {
+        "frames": FixedLenSequenceFeature([3], np.float32),
+        "tokens": FixedLenSequenceFeature([], np.int64),
+        "ragged": VarLenFeature(np.int64),
+    }
+    for record, wanted in zip(records("sequences"), VALUES["sequences"], strict=True):
+        parsed = est.io.parse_single_sequence_example(record, context, sequences)
+        for got, want in zip(parsed, wanted, strict=True):
+            assert got.keys() == want.keys()
+            for key in got:
+                assert_equal(got[key], want[key])
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("no such feature", {"absent": FixedLenFeature([], np.int64)}),
+        ("wrong dtype", {"id": FixedLenFeature([], np.float32)}),
+        ("wrong length", {"square": FixedLenFeature([3], np.float32)}),
+    ],
+)
+def test_errors_are_tensorflows(name, features):
+    with pytest.raises(ValueError, match=f"^{re.escape(VALUES['errors'][name])}$"):
+        est.io.parse_example(EXAMPLES, features)
+
+
+fc = est.feature_column
+WORD = fc.categorical_column_with_vocabulary_list("word", ["red", "green"])
+NUMBERS = [fc.numeric_column("price", default_value=0.5), fc.numeric_column("square", shape=(4,))]
+COLUMNS = [
+    *NUMBERS,
+    fc.bucketized_column(fc.numeric_column("age"), [20, 40]),
+    fc.indicator_column(WORD),
+    fc.embedding_column(fc.categorical_column_with_identity("clicks", 10), 2),
+    fc.indicator_column(fc.categorical_column_with_hash_bucket("tags", 10)),
+    fc.indicator_column(fc.crossed_column(["word", "tags"], 10)),
+    fc.embedding_column(
+        fc.weighted_categorical_column(fc.categorical_column_with_hash_bucket("terms", 10), "weights"), 2
+    ),
+]
+SPECS = {
+    "make_parse_example_spec": lambda: fc.make_parse_example_spec(COLUMNS),
+    "classifier_parse_example_spec": lambda: fc.classifier_parse_example_spec(NUMBERS, "label", weight_column="w"),
+    "regressor_parse_example_spec": lambda: fc.regressor_parse_example_spec(NUMBERS, "label", label_dimension=2),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_features_that_columns_read_are_tensorflows(name):
+    kinds = {"bytes_list": "string", "int64_list": "int64", "float_list": "float32"}
+    shown = {
+        key: {
+            "kind": type(config).__name__,
+            "dtype": kinds[config.kind],
+            "shape": list(config.shape) if isinstance(config, FixedLenFeature) else None,
+            "default": None
+            if getattr(config, "default_value", None) is None
+            else np.broadcast_to(config.default_value, config.shape).tolist(),
+        }
+        for key, config in SPECS[name]().items()
+    }
+    assert shown == VALUES[name]
+
+
+def example(**features):
+    """A serialized example, of numpy's values."""
+    made = est.io.Example()
+    for key, value in features.items():
+        field = {"i": "int64_list", "f": "float_list", "O": "bytes_list"}[value.dtype.kind]
+        getattr(made.features.feature[key], field).value.extend(value.tolist())
+    return made.SerializeToString()
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(-(2**63), 2**63 - 1)), st.lists(st.floats(width=32, allow_nan=False))),
+        max_size=5,
+    )
+)
+def test_what_was_written_is_parsed(rows):
+    data = [example(a=np.array(a, np.int64), b=np.array(b, np.float32)) for a, b in rows]
+    parsed = est.io.parse_example(data, {"a": VarLenFeature(np.int64), "b": VarLenFeature(np.float32)})
+    for i, row in enumerate(rows):
+        for key, want in zip("ab", row, strict=True):
+            there = parsed[key].indices[:, 0] == i
+            assert parsed[key].values[there].tolist() == want
+            assert parsed[key].indices[there, 1].tolist() == list(range(len(want)))
+    for key, position in (("a", 0), ("b", 1)):
+        assert parsed[key].dense_shape.tolist() == [len(rows), max([len(row[position]) for row in rows], default=0)]
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [
+        (
+            TypeError,
+            lambda: FixedLenFeature([], np.int32),
+            "FixedLenFeature has a dtype of np.int64, np.float32 or str",
+        ),
+        (TypeError, lambda: VarLenFeature(None), "VarLenFeature has a dtype of np.int64, np.float32 or str"),
+        (ValueError, lambda: FixedLenFeature([None], str), "shape of FixedLenFeature must be a list of sizes"),
+        (ValueError, lambda: FixedLenFeature([2], np.int64, [1, 2, 3]), "must be one value, or have the shape [2]"),
+        (ValueError, lambda: FixedLenSequenceFeature([], np.int64, True, [1, 2]), "must be one value; got [1, 2]"),
+        (TypeError, lambda: est.io.parse_example(b"", {}), "takes a list of serialized examples"),
+        (TypeError, lambda: est.io.parse_example(["text"], {}), "A serialized example is `bytes`; got 'text'"),
+        (TypeError, lambda: est.io.parse_example([], {"x": np.int64}), "needs a FixedLenFeature or VarLenFeature or"),
+        (ValueError, lambda: est.io.parse_example([b"\xff"], {}), "Could not parse example input, value: b'\\xff'"),
+        (
+            ValueError,
+            lambda: est.io.parse_example([], {"x": FixedLenSequenceFeature([], str)}),
+            "The FixedLenSequenceFeature 'x' needs allow_missing=True",
+        ),
+        (
+            ValueError,
+            lambda: est.io.parse_example(EXAMPLES, {"id": FixedLenSequenceFeature([2], np.int64, True)}),
+            "Key: id, Index: 0.  Number of int64 values is not a multiple of the size of an element.",
+        ),
+        (
+            ValueError,
+            lambda: est.io.parse_single_sequence_example(b"", None, {"x": FixedLenSequenceFeature([], str)}),
+            "Feature list 'x' is required but could not be found.",
+        ),
+        (ValueError, lambda: fc.regressor_parse_example_spec(NUMBERS, "price"), "label should not be used as feature"),
+        (
+            ValueError,
+            lambda: fc.make_parse_example_spec([NUMBERS[0], fc.numeric_column("price", shape=2)]),
+            "feature_columns contain different parse_spec for key price",
+        ),
+    ],
+)
+def test_mistakes_say_what_to_do(error, call, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_defaults_fill_what_is_missing():
+    data = [example(), example(x=np.array([1.0, 2.0], np.float32), s=np.array([b"a"], object))]
+    features = {
+        "x": FixedLenFeature([2], np.float32, [5, 6]),
+        "s": FixedLenFeature([], str, "none"),
+        "t": FixedLenSequenceFeature([], str, True),
+    }
+    parsed = est.io.parse_example(data, features)
+    assert parsed["x"].tolist() == [[5, 6], [1, 2]] and parsed["s"].tolist() == [b"none", b"a"]
+    assert parsed["t"].shape == (2, 0)

@@ -1,0 +1,1 @@
+"""Plugins of pytest: which tests a run has, and how much time they take."""
