@@ -25,7 +25,7 @@ WEIGHTS = {  # in the search, by the beginning of a path: how-to pages come befo
     "reference/index.md": 0.5,
     "examples/": 0.2,
     "how_to/": 2.0,
-    "tensorflow_names.md": 2.5,
+    "tensorflow_names.md": 4.0,
     "from_caffe2.md": 0.5,
     "troubleshooting.md": 2.0,
     "reference/": 1.5,

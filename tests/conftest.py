@@ -14,6 +14,12 @@ def messages(caplog):
 
 
 @pytest.fixture
+def errors(caplog):
+    """Lists the errors that the library has logged. Others come late, as asyncio's of a task of the test before."""
+    return lambda: [each.getMessage() for each in caplog.records if (each.name, each.levelname) == ("absl", "ERROR")]
+
+
+@pytest.fixture
 def quick_steps(monkeypatch):
     """Steps are known to be quick from the first one on: chunks are as long as their programs."""
     bounds = LoopSize.bounds

@@ -107,12 +107,8 @@ def copy_trained(tmp_path_factory):
     return copy
 
 
-def errors(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-
-
 @pytest.mark.slow
-def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, copy_trained, caplog):
+def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, copy_trained, errors):
     harm, reason = damage
     copy_trained(tmp_path / "damaged", 6)
     copy_trained(tmp_path / "whole", 10)
@@ -120,7 +116,7 @@ def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, cop
     harm(path)
     resumed = make(tmp_path / "damaged", save_checkpoints_steps=2)
     resumed.train(endless, max_steps=10)
-    (error,) = errors(caplog)
+    (error,) = errors()
     assert re.match(f"The checkpoint {path} is damaged: {reason}", error)
     assert same_bits(resumed, make(tmp_path / "whole"))
     assert {each.damage for each in est.checkpoints(tmp_path / "damaged")} == {None}
@@ -128,7 +124,7 @@ def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, cop
 
 @pytest.mark.quick
 @pytest.mark.slow
-def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, damage, copy_trained, caplog):
+def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, damage, copy_trained, errors):
     harm, _ = damage
     copy_trained(tmp_path, 4)
     harm(tmp_path / "ckpt-4")
@@ -136,7 +132,7 @@ def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, da
     rows = [row["y"] for row in make(tmp_path).predict(lambda: [scenario.X[:, :2]])]
     (expected,) = make(tmp_path).get_variable_value(["w"]).values()
     np.testing.assert_allclose(rows, (scenario.X[:, :2] @ expected)[:, 0], rtol=1e-6)
-    assert step_of(make(tmp_path)) == 2 and len(errors(caplog)) == 1
+    assert step_of(make(tmp_path)) == 2 and len(errors()) == 1
     with pytest.raises(DamagedError, match="ckpt-4 is damaged: .*--verify` says which are sound"):
         make(tmp_path).evaluate(times(1), checkpoint_path=str(tmp_path / "ckpt-4"))
 
@@ -256,14 +252,14 @@ def as_of_version_0_1(path):
     os.remove(path / MARK)
 
 
-def test_a_checkpoint_without_a_manifest_of_an_earlier_version_still_loads(tmp_path, capsys, caplog):
+def test_a_checkpoint_without_a_manifest_of_an_earlier_version_still_loads(tmp_path, capsys, errors):
     before = values(make(tmp_path).train(endless, max_steps=4))
     as_of_version_0_1(tmp_path / "ckpt-4")
     assert values(make(tmp_path)).keys() == before.keys() and step_of(make(tmp_path)) == 4
     assert step_of(make(tmp_path).train(endless, max_steps=5)) == 5
     inspect.main([str(tmp_path), "--verify"])
     assert "ckpt-4: cannot be verified, it has no checksums" in capsys.readouterr().out
-    assert errors(caplog) == []
+    assert errors() == []
 
 
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "arrays/_METADATA"])

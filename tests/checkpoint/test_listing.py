@@ -87,7 +87,7 @@ def test_the_command_verifies_what_is_still_there(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_a_renamed_checkpoint_hides_no_later_save(tmp_path, caplog):
+def test_a_renamed_checkpoint_hides_no_later_save(tmp_path, errors):
     make(tmp_path / "run", save_checkpoints_steps=2).train(endless, max_steps=4)
     (tmp_path / "run" / "ckpt-2").rename(tmp_path / "run" / "ckpt-99")
     resumed = make(tmp_path / "run", save_checkpoints_steps=2)
@@ -96,28 +96,28 @@ def test_a_renamed_checkpoint_hides_no_later_save(tmp_path, caplog):
     assert resumed.latest_checkpoint().endswith("ckpt-8")
     assert [each.step for each in est.checkpoints(tmp_path / "run")] == [0, 2, 4, 6, 8]
     assert same_bits(resumed, make(tmp_path / "undisturbed").train(endless, max_steps=8))
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert not errors()
 
 
-def test_the_newest_checkpoint_resumes_at_its_own_step_under_another_name(tmp_path, caplog):
+def test_the_newest_checkpoint_resumes_at_its_own_step_under_another_name(tmp_path, caplog, errors):
     make(tmp_path).train(endless, max_steps=4)
     (tmp_path / "ckpt-4").rename(tmp_path / "ckpt-6")
     resumed = make(tmp_path).train(endless, max_steps=6)
-    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    (line,) = errors()
     assert line == f"{tmp_path / 'ckpt-6'} was written at step 4, and is used as the checkpoint of that step."
     assert any("written at step 4, is replaced" in record.getMessage() for record in caplog.records)
     assert resumed.get_variable_value("global_step") == 6
     assert [each.step for each in est.checkpoints(tmp_path)] == [0, 6]
 
 
-def test_folders_that_were_swapped_are_read_at_their_own_steps_with_a_line(tmp_path, caplog):
+def test_folders_that_were_swapped_are_read_at_their_own_steps_with_a_line(tmp_path, errors):
     make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
     for old, new in (("ckpt-2", "aside"), ("ckpt-4", "ckpt-2"), ("aside", "ckpt-4")):
         (tmp_path / old).rename(tmp_path / new)
     assert make(tmp_path).evaluate(times(1))["global_step"] == 4
     assert make(tmp_path).evaluate(times(1), checkpoint_path=str(tmp_path / "ckpt-4"))["global_step"] == 2
     assert est.load_variable(tmp_path / "ckpt-4", "global_step") == 2
-    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    lines = errors()
     assert lines == [
         f"{tmp_path / name} was written at step {step}, and is used as the checkpoint of that step."
         for name, step in (("ckpt-2", 4), ("ckpt-4", 2))

@@ -213,13 +213,12 @@ def test_an_export_that_can_not_be_deleted_is_warned_of(export, monkeypatch, mes
 
 @pytest.mark.parametrize("contents", [*TEXTS, b'{"export": 3, "eval_result": {}}', OUTSIDE])
 @pytest.mark.parametrize("kind", [latest, final, best])
-def test_a_damaged_record_is_named_in_the_log_and_written_again(export, tmp_path, caplog, kind, contents):
+def test_a_damaged_record_is_named_in_the_log_and_written_again(export, tmp_path, errors, kind, contents):
     assert export(kind(), GOOD, final=True) == "1000000001"
     (tmp_path / kind().name / "exported.json").write_bytes(contents)
     (tmp_path / "outside").mkdir()
     assert export(kind(), WORSE, final=True) == "1000000002"
-    errors = {each.getMessage() for each in caplog.records if each.levelname == "ERROR"}
-    (error,) = errors
+    (error,) = set(errors())
     assert error.startswith(f"{tmp_path}/{kind().name}/exported.json is damaged (")
     assert export(kind(), WORSE, final=True) == "1000000002"
 

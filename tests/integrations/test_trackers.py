@@ -99,12 +99,12 @@ def test_a_tracker_gets_what_the_event_file_gets_and_the_settings(tmp_path):
     assert memory.errors == [("", None), ("eval_test", None)]
 
 
-def test_an_error_of_a_tracker_ends_no_run_and_is_in_the_log(tmp_path, caplog):
+def test_an_error_of_a_tracker_ends_no_run_and_is_in_the_log(tmp_path, errors):
     memory, other = Memory(fails=(2, 3)), Memory()
     make(tmp_path, save_summary_steps=1, trackers=[memory, other]).train(endless, steps=4)
     assert [step for _, step, values in memory.values if values != "flush"] == [1, 4]
     assert [step for _, step, values in other.values if values != "flush"] == [1, 2, 3, 4]
-    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [
+    assert errors() == [
         "Memory.write failed: ConnectionError('no network at step 2'). The run continues, and tries again.",
         "Memory may lack values of the run, of the steps [2, 3]: ConnectionError('no network at step 3').",
     ]
@@ -142,7 +142,7 @@ AWAY = {  # a tracker, what fails while its disk is full or its server away, and
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")  # in MLflow's own code
 @pytest.mark.parametrize("kind", AWAY)
 def test_a_tracker_that_cannot_write_for_a_while_ends_no_run_and_has_all_rows_at_its_end(
-    tmp_path, monkeypatch, caplog, kind
+    tmp_path, monkeypatch, errors, kind
 ):
     new, place, steps = AWAY[kind]
     if kind != "memory":
@@ -161,14 +161,13 @@ def test_a_tracker_that_cannot_write_for_a_while_ends_no_run_and_has_all_rows_at
     estimator.train(endless, hooks=[*hooks, est.InMemoryEvaluatorHook(estimator, times(1), every_n_iter=2)], steps=8)
     written = [step for name, step, values in tracker.values if step and not name] if steps is None else steps(tmp_path)
     assert list(written) == list(range(1, 9))
-    errors = [each.getMessage() for each in caplog.records if (each.name, each.levelname) == ("absl", "ERROR")]
     # The evaluation of step 4 has ended while nothing could be written, and says so.
-    lacking = [each for each in errors if "The run continues, and tries again." not in each]
+    lacking = [each for each in errors() if "The run continues, and tries again." not in each]
     assert all(re.search(r"may lack values of the run(, of the steps \[4\])?: ", each) for each in lacking)
     assert len(lacking) <= 1
 
 
-def test_an_evaluation_without_a_tracker_that_cannot_open_ends_no_training(tmp_path, caplog):
+def test_an_evaluation_without_a_tracker_that_cannot_open_ends_no_training(tmp_path, errors):
     class Fills(Memory):
         def open(self, run):
             if run.name:
@@ -178,12 +177,10 @@ def test_an_evaluation_without_a_tracker_that_cannot_open_ends_no_training(tmp_p
     estimator = make(tmp_path, trackers=[Fills(), Memory()])
     metrics, _ = est.train_and_evaluate(estimator, est.TrainSpec(endless, max_steps=4), est.EvalSpec(times(1)), 2)
     assert metrics["global_step"] == 4 and list(est.read_eval_metrics(estimator.eval_dir())) == [2, 4]
-    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [
-        "Fills.open failed: OSError(28, 'No space left on device'). eval continues without it."
-    ] * 2
+    assert errors() == ["Fills.open failed: OSError(28, 'No space left on device'). eval continues without it."] * 2
 
 
-def test_an_evaluation_of_a_folder_that_cannot_be_written_is_tracked_too(tmp_path, monkeypatch, caplog):
+def test_an_evaluation_of_a_folder_that_cannot_be_written_is_tracked_too(tmp_path, monkeypatch, errors):
     def refuse(path, contents):
         raise OSError(errno.EROFS, "Read-only file system", path)
 
@@ -192,7 +189,7 @@ def test_an_evaluation_of_a_folder_that_cannot_be_written_is_tracked_too(tmp_pat
     make(tmp_path).train(endless, max_steps=2)
     monkeypatch.setattr("estimator.summary._trackers.write", refuse)
     assert estimator.evaluate(times(1))["global_step"] == 2 and len(memory.runs[0].id) == 32
-    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == [
+    assert errors() == [
         f"The id of the run cannot be written ([Errno 30] Read-only file system: '{tmp_path}/run_id.txt'). Trackers "
         "see another run at the next start."
     ]
@@ -253,14 +250,14 @@ def train_with_odd_names(model_dir, tracker):
     return estimator
 
 
-def test_a_csv_file_has_numbers_of_any_name_and_all_files_are_in_its_folder(tmp_path, caplog):
+def test_a_csv_file_has_numbers_of_any_name_and_all_files_are_in_its_folder(tmp_path, errors):
     estimator = train_with_odd_names(tmp_path / "in" / "model", est.trackers.CsvTracker())
     assert [path.name for path in tmp_path.iterdir()] == ["in"] and os.listdir(tmp_path / "in") == ["model"]
     found = [(step, tag) for step, tag, _ in rows(estimator.model_dir)]
     assert all(found.count((step, name)) == 1 for step in (1, 2) for name in ODD)
     assert {name for _, name, _ in rows(estimator.eval_dir())} >= {*ODD}
     assert (tmp_path / "in" / "model" / "images" / "_" / "i@1" / "2_0.png").exists()
-    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+    assert not errors()
 
 
 def test_an_evaluation_that_is_repeated_is_in_the_csv_file_once(tmp_path):
@@ -307,16 +304,14 @@ def test_a_csv_file_on_a_full_disk_has_no_torn_lines(tmp_path):
     assert losses(tmp_path / "eval") == {1: 1.0, 2: 2.0}
 
 
-def test_damaged_lines_of_a_csv_file_are_removed_and_said(tmp_path, caplog):
+def test_damaged_lines_of_a_csv_file_are_removed_and_said(tmp_path, messages):
     writer = open_csv(tmp_path, 1, 9)
     writer.write(1, 0.0, {"loss": 1.0})
     with open(tmp_path / "eval" / "metrics.csv", "ab") as file:
         file.write(b"\xff\xfe,1\r\nx,0.0,loss,2.0\r\n")
     open_csv(tmp_path, 2, 9).close()
     assert losses(tmp_path / "eval") == {1: 1.0}
-    assert [each.getMessage() for each in caplog.records] == [
-        f"{tmp_path}/eval/metrics.csv is damaged: 2 of its lines are removed."
-    ]
+    assert messages() == [f"{tmp_path}/eval/metrics.csv is damaged: 2 of its lines are removed."]
 
 
 def kill(model_dir, tracker):

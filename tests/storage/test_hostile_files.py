@@ -97,13 +97,12 @@ SMALL = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name, run", SMALL.items(), ids=SMALL)
 @pytest.mark.parametrize("contents", TEXTS[:4], ids=["empty", "cut", "list", "dict"])
-def test_a_damaged_small_file_ends_no_run(trained, tmp_path, caplog, name, run, contents):
+def test_a_damaged_small_file_ends_no_run(trained, tmp_path, errors, name, run, contents):
     path = shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     (path / name).write_bytes(contents)
     for _ in range(2):
         run(path)
-    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert len(errors) <= 1 and all(str(path / name) in error for error in errors)
+    assert len(errors()) <= 1 and all(str(path / name) in error for error in errors())
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "_CHECKPOINT_METADATA", "arrays/variables/w/0.0"])

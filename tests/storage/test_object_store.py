@@ -282,7 +282,7 @@ def test_hooks_write_into_a_store(bucket):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "arrays/variables/w/0.0"])
-def test_a_damaged_checkpoint_is_passed_over_and_replaced(bucket, caplog, name):
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(bucket, errors, name):
     url = f"{bucket}/run"
     scenario.make(url).train(scenario.input_fn, max_steps=20)
     contents = _files.read(f"{url}/ckpt-20/{name}")
@@ -293,6 +293,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(bucket, caplog, name):
     _files.write(f"{url}/ckpt-20/{name}", contents[:-1] + bytes([contents[-1] ^ 1]))
     assert scenario.make(url).get_variable_value("global_step") in (10, 20)
     scenario.make(url).train(scenario.input_fn, max_steps=20)
-    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert len(errors) == 1 and f"The checkpoint {url}/ckpt-20 is damaged: {name} does not have" in errors[0]
+    (error,) = errors()
+    assert f"The checkpoint {url}/ckpt-20 is damaged: {name} does not have" in error
     assert scenario.make(url).evaluate(scenario.eval_input_fn)["global_step"] == 20

@@ -147,11 +147,11 @@ def test_a_torn_event_does_not_hide_events_of_later_runs(tmp_path, missing, monk
 
 
 @pytest.mark.parametrize("line", ["[3]", "{", '{"step": 2}', '{"step": 2, "time": 1, "loss": [1]}', "\x00\x00"])
-def test_a_damaged_line_is_named_in_the_log_and_left_out(tmp_path, line, caplog):
+def test_a_damaged_line_is_named_in_the_log_and_left_out(tmp_path, line, errors):
     good = ['{"step": 1, "time": 1.0, "loss": 1.0}', '{"step": 3, "time": 3.0, "loss": 3.0}']
     (tmp_path / "history.jsonl").write_text("\n".join([good[0], line, good[1], ""]))
     assert [row["step"] for row in est.read_history(tmp_path)] == [1, 3]
-    (error,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    (error,) = errors()
     assert error.startswith(f"{tmp_path}/history.jsonl is damaged: line 2 is left out, {line.encode()!r} (")
     write(tmp_path, {3: {"loss": 4.0}, 4: {"loss": 5.0}}, first=3)
     assert [(row["step"], row["loss"]) for row in est.read_history(tmp_path)] == [(1, 1.0), (3, 4.0), (4, 5.0)]

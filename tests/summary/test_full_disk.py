@@ -33,11 +33,7 @@ def disk(monkeypatch):
     return disk
 
 
-def errors(caplog):
-    return [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
-
-
-def test_what_a_full_disk_cannot_take_is_missing_and_the_rest_is_there(tmp_path, disk, caplog):
+def test_what_a_full_disk_cannot_take_is_missing_and_the_rest_is_there(tmp_path, disk, errors):
     writer = EventWriter(str(tmp_path), 1)
     for step in range(1, 10):
         disk.is_full = 4 <= step <= 6
@@ -47,7 +43,7 @@ def test_what_a_full_disk_cannot_take_is_missing_and_the_rest_is_there(tmp_path,
     want = [(step, 1.0 * step) for step in (1, 2, 3, 7, 8, 9)]
     assert [(row["step"], row["loss"]) for row in est.read_history(tmp_path)] == want
     assert scalars(tmp_path) == {"loss": want}
-    begins, ends = errors(caplog)
+    begins, ends = errors()
     assert begins == (
         f"The summaries of step 4 cannot be written to {tmp_path}: [Errno 28] No space left on device. The run "
         "continues, and tries again."
@@ -56,16 +52,16 @@ def test_what_a_full_disk_cannot_take_is_missing_and_the_rest_is_there(tmp_path,
 
 
 @pytest.mark.quick
-def test_training_and_evaluation_continue_on_a_full_disk(tmp_path, disk, caplog):
+def test_training_and_evaluation_continue_on_a_full_disk(tmp_path, disk, errors):
     disk.is_full = True
     estimator = make(tmp_path, save_summary_steps=1).train(times(5))
     assert saved_steps(estimator) == [0, 5]
     assert estimator.evaluate(times(1))["global_step"] == 5
-    assert [str(tmp_path) in each and "No space left on device" in each for each in errors(caplog)] == [True] * 4
+    assert [str(tmp_path) in each and "No space left on device" in each for each in errors()] == [True] * 4
     assert not [name for name in os.listdir(tmp_path) if "tfevents" in name]
 
 
-def test_a_store_that_is_away_gets_all_when_it_is_back(tmp_path, monkeypatch, caplog):
+def test_a_store_that_is_away_gets_all_when_it_is_back(tmp_path, monkeypatch, caplog, errors):
     monkeypatch.setattr(_event_writer, "_UPLOAD_SECS", 0.0)
     monkeypatch.setattr(_event_writer, "_UPLOAD_SHARE", 0)
     monkeypatch.setattr(_event_writer, "_LAST_TRIES", (0.0, 0.0))
@@ -88,7 +84,7 @@ def test_a_store_that_is_away_gets_all_when_it_is_back(tmp_path, monkeypatch, ca
         writer.close()
         rows = est.read_history(f"memory://{tmp_path}/{name}")
         assert [row["step"] for row in rows] == ([1] if missing else [1, 2, 3, 4, 5])
-        begins, *ends = errors(caplog)
+        begins, *ends = errors()
         assert begins.startswith("The summaries of step 2 cannot be written to memory://")
         assert len(ends) == missing and all("steps 2 to 5 are missing in memory://" in each for each in ends)
 
@@ -107,7 +103,7 @@ def test_what_is_written_is_in_the_files_soon_though_nothing_follows(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["in the run", "at its end"])
-def test_a_store_that_is_away_when_a_run_begins_gets_all_when_it_is_back(tmp_path, monkeypatch, caplog, when):
+def test_a_store_that_is_away_when_a_run_begins_gets_all_when_it_is_back(tmp_path, monkeypatch, errors, when):
     monkeypatch.setattr(_event_writer, "_UPLOAD_SECS", 0.0)
     monkeypatch.setattr(_event_writer, "_LAST_TRIES", (0.0, 0.0))
     url = f"memory://{tmp_path}/{when}"
@@ -129,7 +125,7 @@ def test_a_store_that_is_away_when_a_run_begins_gets_all_when_it_is_back(tmp_pat
         writer.write(1, number, {"loss": number})
     writer.close()
     assert [(row["step"], row["loss"]) for row in est.read_history(url)] == [(1, 5.0), (2, 2.0)]
-    (error,) = errors(caplog)
+    (error,) = errors()
     assert error.startswith(f"The summaries of step 1 cannot be written to {url}: Could not connect to the endpoint")
 
 
