@@ -28,6 +28,7 @@ LAYERS = (
         "estimator.summary",
         "estimator.optim",
         "estimator.regularizers",
+        "estimator.image",
         "estimator.inputs",
         "estimator.interop",
         "estimator.multihost",

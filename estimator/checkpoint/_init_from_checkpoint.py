@@ -90,8 +90,8 @@ class _Start(NamedTuple):
             if old not in reader.shapes:
                 raise ValueError(
                     f"`{_CALLER}`: {new!r} is to begin with {old!r}, which is not in {reader.path}. Near it, that has "
-                    f"{close_matches(old, reader.shapes)}; `est.list_variables` lists all. Name the variables one by "
-                    f"one, as {{{old!r}: {new!r}}}, to leave some out."
+                    f"{close_matches(old, reader.shapes)}; `est.list_variables` lists all. To leave it out, name "
+                    "the others one by one, as {'name there': 'name here'}."
                 )
         like: dict[str, Any] = {}
         map_named(like.__setitem__, variables)

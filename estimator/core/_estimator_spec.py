@@ -88,8 +88,8 @@ class EstimatorSpec:
         if self.scaffold is not None:
             raise TypeError(
                 f"scaffold of EstimatorSpec must be None, given: {_describe(self.scaffold)}. Initial values come from "
-                "`warm_start_from=` or the `after_create_state` of an `est.Hook`, savers are set up by `RunConfig`, "
-                "and summaries are written as `est.summary` reports them."
+                "`est.init_from_checkpoint` in the model_fn, `warm_start_from=` or the `after_create_state` of an "
+                "`est.Hook`, savers are set up by `RunConfig`, and summaries are written as `est.summary` reports them."
             )
         # The train_op before the loss, as in TensorFlow: where both are missing, the error is about the train_op.
         checked = {

@@ -59,6 +59,9 @@ def mean_iou(
 ) -> MeanIoU:
     """The mean, over the classes that occur, of `hits / (labelled + predicted - hits)`.
 
+    In a model_fn its second part, `mean_iou(...)[1]`, is the batch's confusion matrix, sums of weights by label (rows)
+    and prediction (columns), as in TensorFlow.
+
     >>> mean_iou(jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 1, 1]), num_classes=3).result().item()
     0.5833333...
 

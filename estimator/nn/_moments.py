@@ -1,4 +1,4 @@
-"""Means, variances and the part of zeros."""
+"""Means, variances, what they normalize, and the part of zeros."""
 
 from __future__ import annotations
 
@@ -66,6 +66,39 @@ def weighted_moments(
     if not keep_dims:
         mean, variance = jnp.squeeze(mean, axis), jnp.squeeze(variance, axis)
     return mean.astype(x.dtype), variance.astype(x.dtype)
+
+
+def batch_normalization(
+    x: ArrayLike,
+    mean: ArrayLike,
+    variance: ArrayLike,
+    offset: ArrayLike | None,
+    scale: ArrayLike | None,
+    variance_epsilon: float,
+    name: str | None = None,
+) -> jax.Array:
+    """The array normalized by a given mean and variance, as `tf.nn.batch_normalization`.
+
+    `est.layers.batch_normalization` has moments and variables of its own.
+
+    >>> batch_normalization(jnp.array([1.0, 3.0]), 2.0, 0.25, None, 3.0, 0.0)
+    Array([-6.,  6.], dtype=float32)
+
+    Args:
+      x: any shape, floating; of half precision it is computed in float32.
+      mean, variance: broadcast to the shape of `x`.
+      offset, scale: what is added after, and multiplied by; None leaves it out.
+      variance_epsilon: added to the variance.
+      name: of TensorFlow's op; without effect here.
+    """
+    x = as_float(x)
+    wide = widen(x)
+    mean, variance = jnp.asarray(mean, wide.dtype), jnp.asarray(variance, wide.dtype)
+    factor = jax.lax.rsqrt(variance + variance_epsilon)
+    if scale is not None:
+        factor *= jnp.asarray(scale, wide.dtype)
+    y = (wide - mean) * factor
+    return (y if offset is None else y + jnp.asarray(offset, wide.dtype)).astype(x.dtype)
 
 
 def zero_fraction(value: ArrayLike, name: str | None = None) -> jax.Array:

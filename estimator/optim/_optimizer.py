@@ -143,7 +143,7 @@ class Optimizer:
         return self._train_op(frame, loss, names)
 
     def compute_gradients(
-        self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: object
+        self, loss: jax.Array, var_list: Sequence[str] | None = None, *others: object, **tensorflows: object
     ) -> list[tuple[PyTree, str]]:
         """The gradients themselves, to look at or to change before `apply_gradients`.
 
@@ -155,7 +155,7 @@ class Optimizer:
           the loss does not depend on the variable.
         """
         caller = f"{type(self).__name__}.compute_gradients"
-        check_arguments(caller, tensorflows)
+        check_arguments(caller, dict(zip(("gate_gradients", "aggregation_method"), others, strict=False)) | tensorflows)
         frame = current_frame(caller)
         check_is_outermost(caller, frame)
         loss = check_loss(caller, loss)

@@ -16,7 +16,9 @@ ARGUMENTS = {
 
 _SAME = "`est.train.{}`"
 _IN_NN = (
-    *("crelu", "in_top_k", "l2_loss", "l2_normalize", "local_response_normalization", "log_poisson_loss", "lrn"),
+    *("batch_normalization", "conv1d", "conv2d", "crelu", "ctc_loss", "depthwise_conv2d", "separable_conv2d"),
+    *("log_uniform_candidate_sampler", "nce_loss", "sampled_softmax_loss"),
+    *("in_top_k", "l2_loss", "l2_normalize", "local_response_normalization", "log_poisson_loss", "lrn"),
     *("moments", "sigmoid_cross_entropy_with_logits", "softmax_cross_entropy_with_logits"),
     *("softmax_cross_entropy_with_logits_v2", "sparse_softmax_cross_entropy_with_logits", "top_k"),
     *("weighted_cross_entropy_with_logits", "weighted_moments", "xw_plus_b", "zero_fraction"),
@@ -39,7 +41,7 @@ _GAN = (
     "`est.group(optimizer_g.minimize(loss_g, var_list=...), ...)`"
 )
 _MASK = "shapes of a compiled program do not depend on values (docs/how_to/masks.md)"
-_ALL_CLASSES = "of all classes, or a loss of your own of classes that `est.make_rng` draws"
+_IMAGES = "numpy, or Pillow, in the `input_fn`, which decodes, crops and changes images at random"
 _STRINGS = "`est.feature_column.encode(features, columns)` in input_fn: strings stay on the host"
 
 _BATCH_SIZE = "input_fn makes the batches: write their size there, or in `params`, which input_fn and model_fn get"
@@ -139,6 +141,7 @@ NAMES = {
     "tf.contrib.opt.AdamWOptimizer": _SAME.format("AdamWOptimizer"),
     "tf.contrib.opt.AddSignOptimizer": _SAME.format("AddSignOptimizer"),
     "tf.contrib.opt.LazyAdamOptimizer": _SAME.format("LazyAdamOptimizer"),
+    "tf.contrib.opt.MovingAverageOptimizer": "`est.ExponentialMovingAverage(decay, eval_with_averages=True)`",
     "tf.contrib.opt.MomentumWOptimizer": _SAME.format("MomentumWOptimizer"),
     "tf.contrib.opt.PowerSignOptimizer": _SAME.format("PowerSignOptimizer"),
     "tf.train.create_global_step": _STEP,
@@ -250,17 +253,16 @@ NAMES = {
     "tf.sequence_mask": "`est.nn.sequence_mask(lengths, maxlen)`, whose `maxlen` is an int, such as `x.shape[1]`",
     "tf.nn.atrous_conv2d": "`est.layers.conv2d(inputs, filters, kernel_size, dilation_rate=2)`",
     "tf.nn.avg_pool": "`est.layers.average_pooling2d(inputs, pool_size, strides)`, with strides of height and width",
-    "tf.nn.batch_normalization": "`est.layers.batch_normalization(inputs)`, or `jax.nn.standardize` without variables",
     "tf.nn.bias_add": "`jnp.add(x, b)`, or `x + b`",
     "tf.nn.bidirectional_dynamic_rnn": "`est.layers.bidirectional_lstm(inputs, units)` or "
     "`est.layers.bidirectional_gru`",
-    "tf.nn.conv1d": "`est.layers.conv1d(inputs, filters, kernel_size)`, or `jax.lax.conv_general_dilated` with "
-    "a kernel of your own",
-    "tf.nn.ctc_loss": "`optax.ctc_loss(logits, logit_paddings, labels, label_paddings)`, batch-major",
-    "tf.nn.nce_loss": f"`est.nn.sigmoid_cross_entropy_with_logits(labels, logits)` {_ALL_CLASSES}",
-    "tf.nn.sampled_softmax_loss": f"`est.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)` {_ALL_CLASSES}",
-    "tf.nn.conv2d": "`jax.lax.conv_general_dilated(x, kernel, strides, 'SAME', dimension_numbers=('NHWC', 'HWIO', "
-    "'NHWC'))`, with strides of height and width, or `est.layers.conv2d`",
+    "tf.nn.conv2d_transpose": "`est.layers.conv2d_transpose(inputs, filters, kernel_size)`, or "
+    "`jax.lax.conv_transpose(x, kernel, strides, padding, transpose_kernel=True)`",
+    "tf.nn.conv3d": _CONVOLUTION,
+    "tf.nn.convolution": "`est.nn.conv1d` or `est.nn.conv2d`",
+    "tf.nn.ctc_beam_search_decoder": "nothing: decode what `predict` gives, on the host",
+    "tf.nn.ctc_greedy_decoder": "`jnp.argmax(logits, -1)`, of which the host drops repeated classes, then blanks",
+    "tf.nn.depthwise_conv2d_native": "`est.nn.depthwise_conv2d`",
     "tf.nn.dropout": "`est.layers.dropout(x, rate)`, where `rate` is `1 - keep_prob`",
     "tf.nn.dynamic_rnn": "`est.layers.lstm(inputs, units)` or `est.layers.gru`",
     "tf.nn.elu": "`jax.nn.elu`",
@@ -300,7 +302,20 @@ NAMES = {
     "`est.group(train_op, other)` makes one of several train_ops",
     "tf.count_nonzero": "`jnp.count_nonzero(x)`",
     "tf.dynamic_partition": f"`jnp.where(partitions == i, x, 0)` for each part: {_MASK}",
-    "tf.image": "`jax.image`, such as `jax.image.resize`; images are decoded and changed at random in input_fn",
+    "tf.image.central_crop": _IMAGES,
+    "tf.image.decode_image": _IMAGES,
+    "tf.image.decode_jpeg": _IMAGES,
+    "tf.image.decode_png": _IMAGES,
+    "tf.image.per_image_standardization": "`jax.nn.standardize(images, (1, 2, 3))`; TensorFlow "
+    "divides by `1 / sqrt(n)` of n numbers at least",
+    "tf.image.random_brightness": _IMAGES,
+    "tf.image.random_flip_left_right": _IMAGES,
+    "tf.image.resize_bicubic": "`jax.image.resize(images, shape, 'cubic')`, which samples at the centres of pixels",
+    "tf.image.resize_bilinear": "`est.image.resize_bilinear`",
+    "tf.image.resize_image_with_crop_or_pad": _IMAGES,
+    "tf.image.resize_images": "`est.image.resize_bilinear(images, size)`, or `est.image.resize_nearest_neighbor`",
+    "tf.image.resize_nearest_neighbor": "`est.image.resize_nearest_neighbor`",
+    "tf.keras.optimizers": "`est.train`, or an `est.Optimizer` of one of optax",
     "tf.map_fn": "`jax.lax.map`, or `jax.vmap`, which takes all rows at once",
     "tf.contrib.data.make_csv_dataset": "`est.inputs.csv_input_fn(file_pattern, batch_size)`, an input_fn",
     "tf.decode_csv": "`est.inputs.csv_input_fn(file_pattern, batch_size, column_names, record_defaults)`, an input_fn",
@@ -365,6 +380,7 @@ PARTS = {
     "estimator.metrics": ("tf.metrics.",),
     "estimator.summary": ("tf.summary.",),
     "estimator.feature_column": ("tf.feature_column.",),
+    "estimator.image": ("tf.image.",),
     "estimator.io": ("tf.io.",),
     "estimator.export": ("tf.estimator.export.",),
     "Estimator": ("tf.estimator.Estimator.",),

@@ -177,7 +177,7 @@ ERRORS = {
     ),
     "a scope that lacks one": (
         {"words/": "new/dense/"},
-        "is to begin with 'words/bias', which is not in .*Name the variables one by one, as {'words/bias': 'new/",
+        "is to begin with 'words/bias', which is not in .*To leave it out, name the others one by one, as {'name ",
     ),
     "another shape": (
         {"conv2d/kernel": "new/dense/kernel"},

@@ -1,4 +1,10 @@
-"""The numbers that TensorFlow 1.12's `tf.nn`, `tf.contrib.crf` and `tf.contrib.seq2seq` gave, through `est.nn`."""
+"""The numbers of TensorFlow's `tf.nn`, `tf.image`, `tf.contrib.crf` and `tf.contrib.seq2seq`, through `est`.
+
+Those of TensorFlow 1.12, and of `tf.compat.v1` of 2.21 for what came later.
+"""
+
+import json
+import pathlib
 
 import jax
 import numpy as np
@@ -8,7 +14,8 @@ from testing.towers import replicate, started
 
 import estimator as est
 
-CASES = GOLDEN["nn"]
+LATER = pathlib.Path(__file__).parents[1] / "golden" / "nn_tf221.json"
+CASES = GOLDEN["nn"] + json.loads(LATER.read_text())["cases"]
 NAMES = [f"{i}-{case['name']}" for i, case in enumerate(CASES)]
 IN_JAX = {
     "relu6": jax.nn.relu6,
@@ -26,11 +33,15 @@ def array(value):
 def call_of(case):
     """A function of arrays by name that calls the case's, and these arrays."""
     name = case["name"].rpartition(".")[2]
-    options = {key: array(value) if np.ndim(value) > 1 else value for key, value in case["kwargs"].items()}
+    options = {
+        key: array(value) if key != "sampled_values" and np.ndim(value) > 1 else value
+        for key, value in case["kwargs"].items()
+    }
     options |= {key: array(options[key]) for key in ("labels",) if key in options}
-    function = IN_JAX.get(name) or getattr(est.nn, name)
+    options |= {key: tuple(map(array, options[key])) for key in ("sampled_values",) if key in options}
+    function = IN_JAX.get(name) or getattr(est.nn if hasattr(est.nn, name) else est.image, name)
     given = {str(i): array(value) for i, value in enumerate(case["args"])}
-    given |= {key: value for key, value in options.items() if isinstance(value, np.ndarray)}
+    given |= {key: value for key, value in options.items() if isinstance(value, np.ndarray | tuple)}
 
     def call(given):
         args = [given[str(i)] for i in range(len(case["args"]))]

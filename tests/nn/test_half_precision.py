@@ -12,6 +12,7 @@ import estimator as est
 RNG = np.random.default_rng(0)
 CLASSES = RNG.integers(0, 64, 64)
 LENGTHS = np.array([64])
+SAMPLES = (np.arange(9), np.full((64, 1), 0.7, np.float32), np.full(9, 0.4, np.float32))
 # Their squares overflow in float16, and their sums stop growing in bfloat16.
 X = RNG.normal(0, 100, (64, 64))
 P = RNG.uniform(0.01, 0.99, (64, 64))
@@ -45,9 +46,15 @@ def add_both(f, x):
 WIDE = {
     "nn.crf_decode": lambda f, x, p, y: f(x[None], x, LENGTHS),
     "nn.crf_log_likelihood": lambda f, x, p, y: f(x[None], CLASSES[None], LENGTHS, x)[0],
+    "nn.ctc_loss": lambda f, x, p, y: f(CLASSES[None, :9] % 9, x[:, None, :10], LENGTHS),
     "nn.in_top_k": lambda f, x, p, y: f(x, CLASSES, 3),
     "nn.l2_loss": lambda f, x, p, y: f(x),
     "nn.log_poisson_loss": lambda f, x, p, y: f(y, p),
+    "nn.log_uniform_candidate_sampler": lambda f, x, p, y: f(CLASSES[:, None], 1, 9, True, 64, key=jax.random.key(0))[
+        1:
+    ],
+    "nn.nce_loss": lambda f, x, p, y: f(x, p[0], CLASSES[:, None], p, 9, 64, sampled_values=SAMPLES),
+    "nn.sampled_softmax_loss": lambda f, x, p, y: f(x, p[0], CLASSES[:, None], p, 9, 64, sampled_values=SAMPLES),
     "nn.sequence_loss": lambda f, x, p, y: f(x[None], CLASSES[None], p[:1]),
     "nn.sequence_mask": lambda f, x, p, y: f(CLASSES, 64),
     "nn.sigmoid_cross_entropy_with_logits": lambda f, x, p, y: f(labels=y, logits=x),
@@ -93,13 +100,18 @@ WIDE = {
 }
 # The dtype of the results is that of the array.
 SAME = {
+    "nn.batch_normalization": lambda f, x, p, y: f(x, x[0], p[0], p[1], p[2], 0.01),
     "nn.clip_by_average_norm": lambda f, x, p, y: f(x, 0.001),
     "nn.clip_by_norm": lambda f, x, p, y: (f(x, np.float32(1.0)), f(jnp.full_like(x, 300), 1.0)),
+    "nn.conv1d": lambda f, x, p, y: f(x[None], p[None], 2, "SAME"),
+    "nn.conv2d": lambda f, x, p, y: f(x[None, None], p[None, None], 2, "SAME"),
     "nn.crelu": lambda f, x, p, y: f(x),
+    "nn.depthwise_conv2d": lambda f, x, p, y: f(x[None, None], p[None, :1, :, None], 1, "SAME"),
     "nn.l2_normalize": lambda f, x, p, y: (f(x, 1), f(jnp.full_like(x, 300), 1), f(jnp.zeros_like(x))),
     "nn.local_response_normalization": lambda f, x, p, y: f(10 * x[None, None]),
     "nn.lrn": lambda f, x, p, y: f(10 * x[None, None]),
     "nn.moments": lambda f, x, p, y: f(x, 0),
+    "nn.separable_conv2d": lambda f, x, p, y: f(p[None, None], p[None, :1, :, None], p[None, None], 1, "SAME"),
     "nn.top_k": lambda f, x, p, y: f(x, 3),
     "nn.weighted_moments": lambda f, x, p, y: f(x, 0, p),
     "nn.xw_plus_b": lambda f, x, p, y: f(p, x, -p[0]),

@@ -1,5 +1,6 @@
 """Laws of `est.nn` beyond TensorFlow's numbers: towers, edges, and what is refused."""
 
+import functools
 import itertools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import sparse
 from testing import refused
 
 import estimator as est
@@ -142,6 +144,163 @@ def test_sequences_on_towers_are_those_of_one_batch():
     )
 
 
+LABELS = np.array([[0, 1, -1], [2, 2, 1], [1, -1, -1], [3, 0, 2], [-1, -1, -1], [0, 0, 0], [1, 2, 3], [3, -1, -1]])
+STEPS = np.array([6, 5, 3, 4, 2, 6, 3, 1])
+EXPECTED = RNG.uniform(0.1, 2, (8, 1)).astype(np.float32)
+SAMPLED = [est.nn.sampled_softmax_loss, est.nn.nce_loss]
+
+
+def ctc_and_samples(features, labels, mode):
+    x = est.layers.dense(features["x"], 5)
+    w, b = est.get_variable("w", (4, 5)), est.get_variable("b", (4,))
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, x)
+    loss = est.losses.compute_weighted_loss(est.nn.ctc_loss(labels, x, features["steps"], time_major=False))
+    samples = np.array([2, 0, 3]), features["expected"], np.array([0.5, 1, 2], np.float32)
+    for function in SAMPLED:
+        losses = function(w, b, jnp.abs(labels[:, :1]), x[:, 0], 3, 4, sampled_values=samples)
+        loss += est.losses.compute_weighted_loss(losses)
+    return est.EstimatorSpec(mode, losses, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+
+@pytest.mark.slow
+def test_losses_of_labels_without_places_and_of_samples_on_towers_are_those_of_one_batch():
+    features = {"x": RNG.normal(size=(8, 6, 5)).astype(np.float32), "steps": STEPS, "expected": EXPECTED}
+    assert_towers_match_one_batch(
+        ctc_and_samples, features, LABELS, towers=(2,), replicate=replicate.replicate_model_fn
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 5])
+def test_each_tower_and_step_draws_its_own_samples_and_a_run_draws_them_again(seed):
+    def model_fn(features, labels, mode):
+        drawn, _, _ = est.nn.log_uniform_candidate_sampler(features, 1, 8, False, 10**6, seed)
+        loss = est.get_variable("w", ()) ** 2
+        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op, predictions=drawn[None])
+
+    def drawn_by(key):
+        model = est.transform(replicate.replicate_model_fn(model_fn, devices=jax.devices()[:2]))
+        state = model.init(key, labels := jnp.zeros((2, 1), int))
+        for _ in range(2):
+            state, _ = model.train_step(state, labels)
+            yield from model.eval_step(state, labels).predictions.tolist()
+
+    one, again, other = (list(drawn_by(jax.random.key(key))) for key in (0, 0, 1))
+    assert one == again and len({*map(tuple, one + other)}) == 8
+
+
+@pytest.mark.slow
+def test_distinct_classes_are_drawn_as_by_drawing_until_enough_differ():
+    count, classes, trials = 4, 9, 2000
+    chance = np.log1p(1 / (np.arange(classes) + 1)) / np.log(classes + 1)
+
+    def draw(key):
+        every = jnp.arange(classes)[:, None]
+        drawn, expected, of_drawn = est.nn.log_uniform_candidate_sampler(every, 1, count, True, classes, key=key)
+        return drawn, expected[:, 0], of_drawn
+
+    drawn, expected, of_drawn = map(np.array, jax.vmap(draw)(jax.random.split(jax.random.key(0), trials)))
+    assert all(len({*row}) == count for row in drawn.tolist()) and {*drawn.ravel()} == {*range(classes)}
+    np.testing.assert_array_equal(of_drawn, np.take_along_axis(expected, drawn, 1))
+    tries = np.log1p(-expected[:, 1:]) / np.log1p(-chance[1:])  # but where there are `count` tries
+    tries = np.where(np.isclose(expected[:, 1:], count * chance[1:]), count, tries)
+    np.testing.assert_allclose(tries, np.broadcast_to(np.round(tries[:, :1]), tries.shape), rtol=1e-4)
+    # The same by hand.
+    wanted, took = np.zeros((trials, classes)), np.zeros(trials)
+    rng = np.random.default_rng(1)
+    for row in range(trials):
+        while wanted[row].sum() < count:
+            wanted[row, rng.choice(classes, p=chance)] = 1
+            took[row] += 1
+    got = (drawn[:, :, None] == np.arange(classes)).any(1)
+    assert abs(got.mean(0) - wanted.mean(0)).max() < 5 * np.sqrt(0.5 / trials)
+    assert abs(tries[:, 0].mean() - took.mean()) < 5 * took.std() * np.sqrt(2 / trials)
+
+
+def test_any_of_a_million_classes_is_drawn():
+    drawn, expected, _ = est.nn.log_uniform_candidate_sampler(
+        jnp.array([[0], [10**6 - 1]]), 1, 10**5, False, 10**6, key=jax.random.key(0)
+    )
+    drawn, chance = np.array(drawn), np.log1p([1, 1e-6]) / np.log1p(1e6)
+    np.testing.assert_allclose(expected[:, 0], 1e5 * chance, rtol=1e-5)
+    assert drawn.min() == 0 and abs((drawn == 0).sum() - 1e5 * chance[0]) < 5 * np.sqrt(1e5 * chance[0])
+    # As many of the last half of the numbers are odd as even, which one uniform float32 would not give.
+    last = drawn[drawn > 5 * 10**5]
+    assert 4000 < len(last) and abs((last % 2).mean() - 0.5) < 3 / np.sqrt(len(last))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", SAMPLED)
+def test_a_variables_name_as_weights_gives_the_same_gradient_of_the_rows_in_use(function):
+    samples = np.array([2, 5]), EXPECTED[:2], EXPECTED[:2, 0]
+
+    def model_fn(features, labels, mode, by_name):
+        w = est.get_variable("w", (9, 3)) if not by_name else "w"
+        if by_name:
+            est.embedding_lookup("w", features[:0, 0].astype(int), (9, 3))
+        losses = function(w, est.get_variable("b", (9,)), labels, features, 2, 9, sampled_values=samples)
+        loss = losses.sum()
+        (gradient, _), _ = est.Optimizer(optax.sgd(0.1)).compute_gradients(loss)
+        assert isinstance(gradient, est.IndexedSlices) == by_name
+        return est.EstimatorSpec(mode, gradient, loss, est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+    x, labels, states = jnp.asarray(SCORES[:, 0]), jnp.array([[2], [7]]), []
+    for by_name in (False, True):
+        model = est.transform(functools.partial(model_fn, by_name=by_name))
+        states += [model.train_step(model.init(jax.random.key(0), x, labels), x, labels)[0].variables]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *states)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("function", SAMPLED)
+def test_a_sample_that_is_right_is_left_out_and_a_label_that_is_no_class_gives_nan(function):
+    def losses(w, labels):
+        given = (np.array([2, 1]), EXPECTED[: len(labels)], EXPECTED[:2, 0])
+        return function(w, jnp.zeros(4), labels, w[: len(labels)], 2, 4, 1, given, True)
+
+    w = jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32)
+    gradient = jax.grad(lambda w: losses(w, jnp.array([[2]])).sum())(w)
+    assert jnp.isfinite(gradient).all() and gradient[1].any() and not gradient[3].any()
+    assert jnp.isnan(losses(w, jnp.array([[0], [4], [-1]]))).tolist() == [False, True, True]
+
+
+@pytest.mark.slow
+def test_ctc_takes_sparse_labels_and_nothing_behind_an_end_and_has_finite_gradients():
+    def loss(logits, labels=LABELS):
+        return est.nn.ctc_loss(labels, logits, STEPS, ignore_longer_outputs_than_inputs=True)
+
+    logits = jnp.asarray(RNG.normal(size=(6, 8, 5)), jnp.float32)
+    want, gradient = loss(logits), jax.grad(lambda x: loss(x).sum())(logits)
+    behind = jnp.arange(6)[:, None, None] >= STEPS[:, None]
+    bad = jnp.where(behind, jnp.nan, logits)
+    np.testing.assert_array_equal(loss(bad), want)
+    np.testing.assert_array_equal(jax.grad(lambda x: loss(x).sum())(bad), gradient)
+    assert jnp.isfinite(gradient).all() and gradient.any((0, 2)).sum() == 8
+    at = np.argwhere(LABELS >= 0)
+    at, values = np.concatenate([at, [[8, 3]]]), np.append(LABELS[LABELS >= 0], 7)  # with padding of its entries
+    np.testing.assert_array_equal(loss(logits, sparse.BCOO((values, at), shape=LABELS.shape)), want)
+    np.testing.assert_array_equal(
+        loss(logits, np.roll(LABELS, 1, 1))[jnp.array([0, 2, 4, 7])], want[jnp.array([0, 2, 4, 7])]
+    )
+
+
+def test_rows_whose_labels_do_not_fit_or_are_no_classes_have_a_ctc_loss_of_nan():
+    labels, logits = jnp.array([[0, 0], [1, 0], [1, 3], [1, -1]]), jnp.zeros((2, 4, 4))
+    for ignore in (False, True):
+        losses = est.nn.ctc_loss(labels, logits, [2, 2, 2, 2], ignore_longer_outputs_than_inputs=ignore)
+        assert jnp.isnan(losses).tolist() == [not ignore, False, True, False] and (not ignore or losses[0] == 0)
+
+
+@pytest.mark.slow
+def test_a_ctc_loss_of_thousands_of_improbable_steps_is_exact():
+    logits = jnp.zeros((3000, 1, 3)).at[:, :, 0].set(100)  # and neither the label 1 nor the blank
+    assert est.nn.ctc_loss(jnp.array([[1]]), logits, [3000])[0] == pytest.approx(
+        3e5 - np.log(3000 * 3001 / 2), rel=2e-5
+    )
+
+
 def test_transitions_that_are_not_given_are_a_variable():
     def model_fn(features):
         likelihood, transitions = est.nn.crf_log_likelihood(features, jnp.zeros((2, 4), int), LENGTHS)
@@ -186,12 +345,26 @@ def test_lengths_may_be_integers_of_any_size_under_x64(dtype):
         assert not est.nn.crf_decode(SCORES, TRANSITIONS, lengths)[0][1, 2:].any()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["conv1d", "conv2d", "depthwise_conv2d", "separable_conv2d"])
+def test_channels_may_come_first(name):
+    convolve, last = getattr(est.nn, name), "NWC" if name == "conv1d" else "NHWC"
+    kernels = [jnp.asarray(RNG.normal(size=(3, 2, 3, 2)), jnp.float32), jnp.ones((1, 1, 6, 2))][: 1 + (name[0] == "s")]
+    kernels = [kernels[0][0]] if name == "conv1d" else kernels
+    x = jnp.asarray(RNG.normal(size=(2, 5, 4, 3)[-len(last) :]), jnp.float32)
+    x, stride = x[..., : kernels[0].shape[-2]], 2
+    want = convolve(x, *kernels, stride, "SAME", data_format=last)
+    first = convolve(jnp.moveaxis(x, -1, 1), *kernels, stride, "SAME", data_format="N" + "C" + last[1:-1])
+    np.testing.assert_allclose(jnp.moveaxis(first, 1, -1), want, rtol=1e-5, atol=1e-5)
+
+
 def test_moments_of_half_precision_are_computed_in_float32():
     mean, variance = est.nn.moments(jnp.full((4096,), 300.0, jnp.float16), [0], keep_dims=True)
     assert (mean.dtype, mean.shape, mean[0], variance[0]) == (jnp.float16, (1,), 300, 0)
 
 
-X = jnp.ones((2, 3))
+X, Y = jnp.ones((2, 3)), jnp.ones((2, 1), int)
+SAMPLES = (jnp.arange(2), jnp.ones((2, 1)), jnp.ones(2))
 REFUSED = {
     ValueError: [
         (
@@ -207,7 +380,46 @@ REFUSED = {
             lambda: est.nn.sparse_softmax_cross_entropy_with_logits(labels=jnp.ones((2, 1), int), logits=X),
             r"shape \(2,\)",
         ),
+        (
+            lambda: est.nn.conv1d(X[None], jnp.ones((1, 2, 4)), 1, "SAME"),
+            r"`est.nn.conv1d` needs an input of shape \[N, W, C\] and a kernel of shape \[W, C, outputs\] with the "
+            r"same C; got shapes \(1, 2, 3\) and \(1, 2, 4\)",
+        ),
+        (lambda: est.nn.conv1d(X[None], X[None], 1, "same"), "needs 'SAME' or 'VALID' as `padding`; got 'same'"),
+        (lambda: est.nn.conv1d(X[None], X[None], 1, "SAME", None, "NXC"), "needs NWC or NCW as `data_format`; got 'NX"),
+        (
+            lambda: est.nn.conv2d(X[None, None], X.T[None, None], [2, 1, 1, 1], "SAME"),
+            r"a positive integer as `strides`, or 2, or one for each letter of NHWC, 1 for N and C; got \[2, 1, 1, 1\]",
+        ),
+        (
+            lambda: est.nn.conv2d(X[None, None], X.T[None, None], 0.5, "SAME"),
+            "positive integer as `strides`.*; got 0.5",
+        ),
         (lambda: est.nn.lrn(X), r"channels\]; got shape \(2, 3\)"),
+        (lambda: est.image.resize_bilinear(X, (2, 2)), r"channels\]; got shape \(2, 3\). Write `images\[None\]`"),
+        (lambda: est.image.resize_nearest_neighbor(X[None, None], 3), "two positive integers as `size`; got 3"),
+        (lambda: est.nn.ctc_loss(Y, X[None], Y[0], ctc_merge_repeated=False), "needs `ctc_merge_repeated=True`"),
+        (
+            lambda: est.nn.ctc_loss(Y, X[None], Y[0]),
+            r"inputs of shape \[steps, batch, classes \+ 1\] .*; got shapes \(2, 1\), \(1, 2, 3\) and \(1,\)\. `time_",
+        ),
+        (
+            lambda: est.nn.nce_loss([X, X], X[0], Y, X, 2, 3, 1, SAMPLES),
+            "as one array each, with a row .* 3 classes; got 2 parts",
+        ),
+        (lambda: est.nn.nce_loss(X, X[0], Y, X, 2, 3, 1, SAMPLES), r"row for each of 3 classes; got shape \(2, 3\)"),
+        (
+            lambda: est.nn.nce_loss(X.T, X[0], Y, X, 2, 3, 1, SAMPLES),
+            r"inputs of shape \(2, 3\) .*rows of shape \(2,\)",
+        ),
+        (
+            lambda: est.nn.nce_loss(X, X[0], Y[:, 0], X, 2, 2),
+            r"num_true=1; got shape \(2,\). Write `labels\[:, None\]`",
+        ),
+        (
+            lambda: est.nn.log_uniform_candidate_sampler(Y, 1, 3, True, 2),
+            "many classes as distinct samples; got num_sampled=3, range_max=2 and unique=True",
+        ),
         (lambda: est.nn.in_top_k(X, jnp.ones((2, 1), int), 1), r"got shapes \(2, 3\) and \(2, 1\)"),
         (lambda: jax.jit(est.nn.sequence_mask)(jnp.ones(2, int)), r"needs `maxlen` here.*`maxlen=x.shape\[1\]`"),
         (lambda: est.nn.sequence_loss(X, X, X), r"logits of shape \[batch, steps, classes\], .* got shapes \(2, 3\)"),
@@ -239,6 +451,9 @@ REFUSED = {
             lambda: est.nn.crf_decode(X[None], jnp.ones((3, 3)), jnp.ones(1)),
             "`est.nn.crf_decode` needs integers as lengths; got float32",
         ),
+        (lambda: est.nn.nce_loss(X, X[0], X[:, :1], X, 2, 2), "needs integers as classes; got float32"),
+        (lambda: est.nn.ctc_loss(Y, X[None], X[0]), "needs integers as `sequence_length`; got float32"),
+        (lambda: est.image.resize_bilinear(X[None, None], (2, 0.5)), "needs an int as size; got .*0.5"),
         (lambda: est.nn.sequence_mask(X), "needs integers as `lengths`"),
         (lambda: jax.jit(est.nn.sequence_mask)(jnp.ones(2, int), 3), "needs an int as `maxlen`; got a value of the"),
     ],
@@ -247,6 +462,10 @@ REFUSED = {
         (
             lambda: est.nn.nonsense,
             "no attribute 'nonsense'; it has TopK, .*zero_fraction. See `jax.nn`, `jax.numpy` and",
+        ),
+        (
+            lambda: est.image.nonsense,
+            "'nonsense'; it has resize_bilinear, resize_nearest_neighbor. See `jax.image`; im",
         ),
         (lambda: est.sequence_mask, "here it is `est.nn.sequence_mask"),
     ],

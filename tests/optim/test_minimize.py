@@ -156,6 +156,7 @@ def test_what_are_no_pairs_of_gradient_and_name_is_said_so(pairs):
             lambda o, loss: o.minimize(loss, est.global_step() + 1),
             r"`Optimizer\.minimize` got global_step=.* is not what `est.global_step\(\)` returns",
         ),
+        (lambda o, loss: o.compute_gradients(loss, None, 1), "argument 'gate_gradients': XLA orders what it compiles"),
         (lambda o, loss: o.compute_gradients(loss, colocate_gradients_with_ops=True), "XLA places what it compiles"),
         (
             lambda o, loss: o.apply_gradients([(jnp.ones(2), "b")], global_step=1),

@@ -33,9 +33,9 @@ OBJECTS["Context"].set_readonly_state(est.State({}, {}, 0, None))
 
 
 def holder(key):
-    """The module or object here in which one looks for a name of TensorFlow's; `est` for what `est.nn` has."""
+    """The module or object here in which one looks for a name of TensorFlow's; `est` for one that is in its place."""
     for name, prefixes in _tensorflow_names.PARTS.items():
-        if NAMES[key] != f"`est.nn.{key.removeprefix('tf.nn.')}`" and key.startswith(prefixes):
+        if NAMES[key] != f"`est.{key.removeprefix('tf.')}`" and key.startswith(prefixes):
             return OBJECTS[name] if name in OBJECTS else importlib.import_module(name)
     return est
 
@@ -119,7 +119,19 @@ def test_a_name_of_another_module_is_known_too():
 
 
 @pytest.mark.parametrize(
-    "module", [est, est.layers, est.losses, est.metrics, est.nn, est.summary, est.feature_column, est.train, replicate]
+    "module",
+    [
+        est,
+        est.image,
+        est.layers,
+        est.losses,
+        est.metrics,
+        est.nn,
+        est.summary,
+        est.feature_column,
+        est.train,
+        replicate,
+    ],
 )
 def test_other_names_are_missing_as_ever(module):
     assert not hasattr(module, "nonsense") and not hasattr(module, "__wrapped__")

@@ -21,6 +21,7 @@ PUBLIC = [
     "estimator.export",
     "estimator.feature_column",
     "estimator.hooks",
+    "estimator.image",
     "estimator.inputs",
     "estimator.io",
     "estimator.layers",
