@@ -261,6 +261,41 @@ def estimated(folder):
             write(folder, f"{name}-predictions", list(estimator.predict(uneven)))
 
 
+def by_strategies(folder):
+    """The three verbs of Estimators whose towers come from a strategy, and the strategies that are for one process."""
+    start()
+    count = jax.process_count()
+
+    def plain(features, labels, mode):
+        output = net(features)
+        if mode == est.ModeKeys.PREDICT:
+            return est.EstimatorSpec(mode, predictions={"output": output, "x": features["x"]})
+        loss = est.losses.mean_squared_error(labels, output)
+        train_op = est.Optimizer(optax.adam(0.02)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    def estimator(name, strategy):
+        config = est.RunConfig(train_distribute=strategy, eval_distribute=strategy, save_summary_steps=None)
+        return est.Estimator(plain, os.path.join(folder, f"{name}-{count}"), config)
+
+    for strategy in (
+        replicate.CollectiveAllReduceStrategy(num_gpus_per_worker=4 // count),
+        replicate.MirroredStrategy(devices=devices()),
+    ):
+        name = type(strategy).__name__
+        trained = estimator(name, strategy).train(lambda: batches(4))
+        write(folder, name, [trained.get_variable_value("*"), trained.evaluate(uneven)])
+        write(folder, f"{name}-predictions", list(trained.predict(uneven)))
+    for strategy in (
+        replicate.MirroredStrategy(num_gpus=0),
+        replicate.OneDeviceStrategy("cpu:0"),
+        replicate.OneDeviceStrategy(jax.local_devices()[0]),
+        replicate.ParameterServerStrategy(),
+        replicate.MirroredStrategy(devices=jax.local_devices()),
+    ):
+        attempt(str(strategy), lambda: estimator("alone", strategy).train(lambda: batches(4)))  # noqa: B023
+
+
 def attempt(name, call):
     """Says what error a call ends with."""
     try:

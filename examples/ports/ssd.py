@@ -1,0 +1,379 @@
+"""Port of SSD: boxes and classes of objects from the feature maps of a VGG, with hard negatives, and NMS in predict.
+
+    python examples/ports/ssd.py --towers 4
+
+The original is HiKapok/SSD.TensorFlow, which called `replicate_model_fn` itself: `train_ssd.py`, `net/ssd_net.py`, the
+boxes of `eval_ssd.py`. The network is smaller, and so are the images, which are made up: blocks of three colours.
+"""
+
+import argparse
+import os
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import estimator as est
+from replicate import TowerOptimizer, replicate_model_fn
+
+PARAMS = {
+    "width": 8,
+    "num_classes": 4,
+    "model_scope": "ssd300",
+    "checkpoint_model_scope": "vgg_16",
+    "checkpoint_exclude_scopes": ["ssd300/multibox_head", "ssd300/additional_layers", "ssd300/conv4_3_scale"],
+    "negative_ratio": 3.0,
+    "match_threshold": 0.5,
+    "weight_decay": 5e-4,
+    "momentum": 0.9,
+    "learning_rate": 1e-3,
+    "end_learning_rate": 1e-6,
+    "decay_boundaries": [200, 250],
+    "lr_decay_factors": [1, 0.1, 0.01],
+    "select_threshold": 0.2,
+    "min_size": 0.03,
+    "keep_topk": 40,
+    "nms_topk": 5,
+    "nms_threshold": 0.45,
+    "batch_size": 32,
+}
+IMAGE_SIZE = 32
+LAYERS = [(8, 0.2, 0.27), (4, 0.375, 0.45), (2, 0.55, 0.65)]  # cells, and two sizes of boxes
+RATIOS = (1.0, 2.0, 0.5)
+PRIOR_SCALING = [0.1, 0.1, 0.2, 0.2]
+
+
+def get_all_anchors():
+    """The centers and the sizes of the boxes that each cell of each layer starts from, shaped (4, anchors)."""
+    anchors = []
+    for cells, scale, extra_scale in LAYERS:
+        sizes = [(extra_scale, extra_scale), *((scale / ratio**0.5, scale * ratio**0.5) for ratio in RATIOS)]
+        centers = (np.arange(cells) + 0.5) / cells
+        anchors += [(y, x, *size) for y in centers for x in centers for size in sizes]
+    return np.float32(anchors).T
+
+
+ANCHORS = get_all_anchors()
+
+
+def point2center(boxes):
+    ymin, xmin, ymax, xmax = np.moveaxis(boxes, -1, 0)
+    return (ymin + ymax) / 2, (xmin + xmax) / 2, ymax - ymin, xmax - xmin
+
+
+def iou_matrix(boxes, others):
+    """The overlap of each of the boxes with each of the others, which are (ymin, xmin, ymax, xmax)."""
+    low = jnp.maximum(boxes[:, None, :2], others[None, :, :2])
+    high = jnp.minimum(boxes[:, None, 2:], others[None, :, 2:])
+    both = jnp.prod(jnp.maximum(high - low, 0.0), axis=-1)
+    one, other = (jnp.prod(each[:, 2:] - each[:, :2], axis=-1) for each in (boxes, others))
+    return both / jnp.maximum(one[:, None] + other[None] - both, 1e-9)
+
+
+def encode_all_anchors(labels, bboxes, match_threshold):
+    """What the anchors of an image are to predict: places relative to theirs, classes, and how well they match."""
+    anchor_cy, anchor_cx, anchor_h, anchor_w = ANCHORS
+    overlap = np.array(iou_matrix(bboxes, decode_all_anchors(np.zeros((ANCHORS.shape[1], 4), np.float32))))
+    overlap[np.arange(len(bboxes)), overlap.argmax(1)] = 1.0  # each object has an anchor
+    matched, scores = overlap.argmax(0), overlap.max(0)
+    gt_cy, gt_cx, gt_h, gt_w = point2center(bboxes[matched])
+    gt_cy, gt_cx = (gt_cy - anchor_cy) / anchor_h, (gt_cx - anchor_cx) / anchor_w
+    targets = np.stack([gt_cy, gt_cx, np.log(gt_h / anchor_h), np.log(gt_w / anchor_w)], axis=-1) / PRIOR_SCALING
+    positive = scores >= match_threshold
+    return np.float32(targets * positive[:, None]), np.int32(labels[matched] * positive), scores
+
+
+def decode_all_anchors(pred_location):
+    anchor_cy, anchor_cx, anchor_h, anchor_w = ANCHORS
+    pred_h = jnp.exp(pred_location[:, -2] * PRIOR_SCALING[2]) * anchor_h
+    pred_w = jnp.exp(pred_location[:, -1] * PRIOR_SCALING[3]) * anchor_w
+    pred_cy = pred_location[:, 0] * PRIOR_SCALING[0] * anchor_h + anchor_cy
+    pred_cx = pred_location[:, 1] * PRIOR_SCALING[1] * anchor_w + anchor_cx
+    return jnp.stack([pred_cy - pred_h / 2, pred_cx - pred_w / 2, pred_cy + pred_h / 2, pred_cx + pred_w / 2], axis=-1)
+
+
+class VGG16Backbone:
+    def __init__(self, width):
+        self._width = width
+
+    def forward(self, inputs):
+        feature_layers = []
+        inputs = self.conv_block(inputs, 1, 1, "conv1")
+        inputs = est.layers.max_pooling2d(inputs, 2, 2, padding="same", name="pool1")
+        inputs = self.conv_block(inputs, 1, 2, "conv2")
+        inputs = est.layers.max_pooling2d(inputs, 2, 2, padding="same", name="pool2")
+        inputs = self.conv_block(inputs, 3, 4, "conv4")
+        with est.variable_scope("conv4_3_scale"):
+            weight_scale = est.get_variable("weights", initializer=np.full(4 * self._width, 20.0, np.float32))
+            feature_layers.append(weight_scale * self.l2_normalize(inputs))
+        inputs = est.layers.max_pooling2d(inputs, 2, 2, padding="same", name="pool4")
+        inputs = self.conv2d(inputs, 8, 3, name="fc6", dilation_rate=2)
+        inputs = self.conv2d(inputs, 8, 1, name="fc7")
+        feature_layers.append(inputs)
+        with est.variable_scope("additional_layers"):
+            inputs = self.ssd_conv_block(inputs, 2, 2, "conv8")
+            feature_layers.append(inputs)
+        return feature_layers
+
+    def l2_normalize(self, x):
+        square_sum = jnp.sum(jnp.square(x), -1, keepdims=True)
+        x_inv_norm = jax.lax.rsqrt(jnp.maximum(square_sum, 1e-10))
+        return jnp.multiply(x, x_inv_norm)
+
+    def conv2d(self, inputs, filters, kernel_size, name, **arguments):
+        return est.layers.conv2d(
+            inputs, filters * self._width, kernel_size, padding="same", activation=jax.nn.relu, name=name, **arguments
+        )
+
+    def conv_block(self, inputs, num_blocks, filters, name):
+        with est.variable_scope(name):
+            for ind in range(1, num_blocks + 1):
+                inputs = self.conv2d(inputs, filters, 3, name=f"{name}_{ind}")
+            return inputs
+
+    def ssd_conv_block(self, inputs, filters, strides, name):
+        with est.variable_scope(name):
+            inputs = self.conv2d(inputs, filters, 1, name=f"{name}_1")
+            return self.conv2d(inputs, filters * 2, 3, name=f"{name}_2", strides=strides)
+
+
+def multibox_head(feature_layers, num_classes, num_anchors):
+    with est.variable_scope("multibox_head"):
+        cls_preds = []
+        loc_preds = []
+        for ind, feat in enumerate(feature_layers):
+            loc_preds.append(est.layers.conv2d(feat, num_anchors * 4, 3, name=f"loc_{ind}", padding="same"))
+            cls_preds.append(est.layers.conv2d(feat, num_anchors * num_classes, 3, name=f"cls_{ind}", padding="same"))
+        return loc_preds, cls_preds
+
+
+def modified_smooth_l1(bbox_pred, bbox_targets, bbox_inside_weights=1.0, bbox_outside_weights=1.0, sigma=1.0):
+    sigma2 = sigma * sigma
+    inside_mul = jnp.multiply(bbox_inside_weights, jnp.subtract(bbox_pred, bbox_targets))
+    smooth_l1_sign = jnp.less(jnp.abs(inside_mul), 1.0 / sigma2).astype(jnp.float32)
+    smooth_l1_option1 = jnp.multiply(jnp.multiply(inside_mul, inside_mul), 0.5 * sigma2)
+    smooth_l1_option2 = jnp.subtract(jnp.abs(inside_mul), 0.5 / sigma2)
+    smooth_l1_result = jnp.add(
+        jnp.multiply(smooth_l1_option1, smooth_l1_sign),
+        jnp.multiply(smooth_l1_option2, jnp.abs(jnp.subtract(smooth_l1_sign, 1.0))),
+    )
+    return jnp.multiply(bbox_outside_weights, smooth_l1_result)
+
+
+def nms_bboxes(scores_pred, bboxes_pred, nms_topk, nms_threshold):
+    """The boxes that overlap no better one, the best first, filled up with zeros."""
+    overlap = iou_matrix(bboxes_pred, bboxes_pred) > nms_threshold
+    better = jnp.tri(len(scores_pred), k=-1, dtype=bool)  # boxes are sorted
+
+    def keep_if_free(keep, i):
+        keep = keep.at[i].set((scores_pred[i] > 0) & ~jnp.any(keep & overlap[i] & better[i]))
+        return keep, None
+
+    keep, _ = jax.lax.scan(keep_if_free, jnp.zeros(len(scores_pred), bool), jnp.arange(len(scores_pred)))
+    scores, idxes = est.nn.top_k(jnp.where(keep, scores_pred, 0.0), k=nms_topk)
+    return scores, bboxes_pred[idxes] * (scores > 0)[:, None]
+
+
+def parse_by_class(cls_pred, bboxes_pred, params):
+    """The boxes of each class in one image: scores (nms_topk,) and corners (nms_topk, 4), zeros where there is none."""
+    scores_pred = jax.nn.softmax(cls_pred)
+    selected_bboxes, selected_scores = {}, {}
+    for class_ind in range(1, params["num_classes"]):
+        bboxes = jnp.clip(bboxes_pred, 0.0, 1.0)
+        is_large = ((bboxes[:, 2:] - bboxes[:, :2]) > params["min_size"]).all(-1)
+        scores = scores_pred[:, class_ind]
+        scores = jnp.where(is_large & (scores > params["select_threshold"]), scores, 0.0)
+        scores, idxes = est.nn.top_k(scores, k=params["keep_topk"])
+        selected_scores[class_ind], selected_bboxes[class_ind] = nms_bboxes(
+            scores, bboxes[idxes], params["nms_topk"], params["nms_threshold"]
+        )
+    return selected_bboxes, selected_scores
+
+
+def ssd_model_fn(features, labels, mode, params):
+    with est.variable_scope(params["model_scope"], default_name=None, values=[features], reuse=est.AUTO_REUSE):
+        backbone = VGG16Backbone(params["width"])
+        feature_layers = backbone.forward(features)
+        location_pred, cls_pred = multibox_head(feature_layers, params["num_classes"], 1 + len(RATIOS))
+        cls_pred = [pred.reshape(features.shape[0], -1, params["num_classes"]) for pred in cls_pred]
+        location_pred = [pred.reshape(features.shape[0], -1, 4) for pred in location_pred]
+        cls_pred = jnp.concatenate(cls_pred, axis=1)
+        location_pred = jnp.concatenate(location_pred, axis=1)
+
+    if mode == est.ModeKeys.PREDICT:
+        bboxes_pred = jax.vmap(decode_all_anchors)(location_pred)
+        selected_bboxes, selected_scores = jax.vmap(lambda *image: parse_by_class(*image, params))(
+            cls_pred, bboxes_pred
+        )
+        predictions = {}
+        for class_ind in range(1, params["num_classes"]):
+            predictions[f"scores_{class_ind}"] = selected_scores[class_ind]
+            predictions[f"bboxes_{class_ind}"] = selected_bboxes[class_ind]
+        return est.EstimatorSpec(mode=mode, predictions=predictions)
+
+    loc_targets = labels["loc_targets"]
+    cls_targets = labels["cls_targets"]
+
+    # each positive examples has one label
+    positive_mask = cls_targets > 0
+    batch_n_positives = jnp.count_nonzero(cls_targets, -1)
+    batch_negtive_mask = cls_targets == 0
+    batch_n_negtives = jnp.count_nonzero(batch_negtive_mask, -1)
+    batch_n_neg_select = (params["negative_ratio"] * batch_n_positives.astype(jnp.float32)).astype(jnp.int32)
+    batch_n_neg_select = jnp.minimum(batch_n_neg_select, batch_n_negtives.astype(jnp.int32))
+
+    # hard negative mining for classification
+    predictions_for_bg = jax.nn.softmax(cls_pred)[:, :, 0]
+    prob_for_negtives = jnp.where(
+        batch_negtive_mask,
+        0.0 - predictions_for_bg,
+        0.0 - jnp.ones_like(predictions_for_bg),
+    )
+    topk_prob_for_bg, _ = est.nn.top_k(prob_for_negtives, k=prob_for_negtives.shape[1])
+    score_at_k = jnp.take_along_axis(topk_prob_for_bg, batch_n_neg_select[:, None] - 1, axis=-1)
+    selected_neg_mask = prob_for_negtives >= score_at_k
+
+    # include both selected negtive and all positive examples: the others have weight 0
+    final_mask = jnp.logical_or(jnp.logical_and(batch_negtive_mask, selected_neg_mask), positive_mask)
+    cls_targets = jnp.clip(cls_targets, 0, params["num_classes"])
+    predictions = {
+        "classes": jnp.argmax(cls_pred, axis=-1),
+        "probabilities": jnp.max(jax.nn.softmax(cls_pred), axis=-1),
+    }
+    cls_accuracy = est.metrics.accuracy(cls_targets, predictions["classes"], final_mask)
+    metrics = {"cls_accuracy": cls_accuracy}
+    est.record("cls_accuracy", cls_accuracy[1])
+    est.summary.scalar("cls_accuracy", cls_accuracy[1])
+
+    # Calculate loss, which includes softmax cross entropy and L2 regularization.
+    cross_entropy = est.losses.sparse_softmax_cross_entropy(labels=cls_targets, logits=cls_pred, weights=final_mask)
+    cross_entropy = cross_entropy * (params["negative_ratio"] + 1.0)
+    est.record("cross_entropy_loss", cross_entropy)
+    est.summary.scalar("cross_entropy_loss", cross_entropy)
+
+    loc_loss = modified_smooth_l1(location_pred, loc_targets, sigma=1.0)
+    loc_loss = est.losses.compute_weighted_loss(jnp.sum(loc_loss, axis=-1), positive_mask)
+    est.record("location_loss", loc_loss)
+    est.summary.scalar("location_loss", loc_loss)
+
+    l2_loss_vars = []
+    for name, trainable_var in est.trainable_variables().items():
+        if "_bn" not in name:
+            if "conv4_3_scale" not in name:
+                l2_loss_vars.append(est.nn.l2_loss(trainable_var))
+            else:
+                l2_loss_vars.append(est.nn.l2_loss(trainable_var) * 0.1)
+    total_loss = jnp.add(cross_entropy + loc_loss, jnp.multiply(params["weight_decay"], sum(l2_loss_vars)))
+    est.record("total_loss", total_loss)
+
+    if mode == est.ModeKeys.TRAIN:
+        global_step = est.global_step()
+        lr_values = [params["learning_rate"] * decay for decay in params["lr_decay_factors"]]
+        learning_rate = est.train.piecewise_constant(global_step, params["decay_boundaries"], lr_values)
+        truncated_learning_rate = jnp.maximum(learning_rate, params["end_learning_rate"])
+        est.record("learning_rate", truncated_learning_rate)
+        est.summary.scalar("learning_rate", truncated_learning_rate)
+        optimizer = est.train.MomentumOptimizer(learning_rate=truncated_learning_rate, momentum=params["momentum"])
+        optimizer = TowerOptimizer(optimizer)
+        train_op = optimizer.minimize(total_loss, global_step)
+        if params["checkpoint_path"]:
+            est.init_from_checkpoint(params["checkpoint_path"], get_assignment_map(params))
+    else:
+        train_op = None
+
+    return est.EstimatorSpec(
+        mode=mode, predictions=predictions, loss=total_loss, train_op=train_op, eval_metric_ops=metrics
+    )
+
+
+def get_assignment_map(params):
+    """The names of the variables of VGG in its own checkpoint."""
+    names = [
+        name for name in est.trainable_variables() if not name.startswith(tuple(params["checkpoint_exclude_scopes"]))
+    ]
+    renamed = {name: name.replace(params["model_scope"], params["checkpoint_model_scope"], 1) for name in names}
+    return {old.replace("/kernel", "/weights").replace("/bias", "/biases"): name for name, old in renamed.items()}
+
+
+def pretrained_vgg(path, width):
+    """Writes a checkpoint of VGG with the names of its variables in Slim, and made-up values."""
+    random = np.random.default_rng(0)
+    shapes, channels = {}, 3
+    for block, layers, filters in (("conv1", 1, 1), ("conv2", 1, 2), ("conv4", 3, 4)):
+        for ind in range(1, layers + 1):
+            shapes[f"{block}/{block}_{ind}"] = (3, 3, channels, filters * width)
+            channels = filters * width
+    shapes |= {"fc6": (3, 3, channels, 8 * width), "fc7": (1, 1, 8 * width, 8 * width)}
+    values = {}
+    for name, shape in shapes.items():
+        values[f"vgg_16/{name}/weights"] = np.float32(random.normal(size=shape) * (2 / np.prod(shape[:3])) ** 0.5)
+        values[f"vgg_16/{name}/biases"] = np.zeros(shape[-1], np.float32)
+    np.savez(path, **values)
+    return path
+
+
+def detection_data(examples, seed):
+    """Images with one or two blocks, whose colour is their class."""
+    random = np.random.default_rng(seed)
+    images = np.float32(0.2 * random.random((examples, IMAGE_SIZE, IMAGE_SIZE, 3)))
+    targets = []
+    for image in images:
+        labels, bboxes = random.integers(1, 4, random.integers(1, 3)), []
+        for label in labels:
+            (top, left), (height, width) = random.integers(0, 18, 2), random.integers(6, 15, 2)
+            image[top : top + height, left : left + width, label - 1] += 0.8
+            bboxes.append([top, left, top + height, left + width])
+        targets.append(encode_all_anchors(labels, np.float32(bboxes) / IMAGE_SIZE, PARAMS["match_threshold"]))
+    loc_targets, cls_targets, match_scores = map(np.stack, zip(*targets, strict=True))
+    return images, {"loc_targets": loc_targets, "cls_targets": cls_targets, "match_scores": match_scores}
+
+
+def load_data():
+    return detection_data(512, seed=1), detection_data(128, seed=2)
+
+
+def main(towers=4, steps=300, model_dir=None, **params):
+    params = PARAMS | {"checkpoint_path": None} | params
+    params["checkpoint_path"] = pretrained_vgg(os.path.join(tempfile.mkdtemp(), "vgg_16.npz"), params["width"])
+    (train_x, train_y), (test_x, test_y) = load_data()
+    run_config = (
+        est.RunConfig()
+        .replace(save_checkpoints_secs=7200)
+        .replace(save_checkpoints_steps=None)
+        .replace(save_summary_steps=500)
+        .replace(keep_checkpoint_max=5)
+        .replace(log_step_count_steps=100)
+    )
+    replicate_ssd_model_fn = replicate_model_fn(
+        ssd_model_fn, loss_reduction=est.Reduction.MEAN, devices=jax.devices()[:towers]
+    )
+    ssd_detector = est.Estimator(model_fn=replicate_ssd_model_fn, model_dir=model_dir, config=run_config, params=params)
+    tensors_to_log = {
+        "lr": "learning_rate",
+        "ce": "cross_entropy_loss",
+        "loc": "location_loss",
+        "loss": "total_loss",
+        "acc": "cls_accuracy",
+    }
+    logging_hook = est.LoggingTensorHook(
+        tensors=tensors_to_log,
+        every_n_iter=100,
+        formatter=lambda dicts: ", ".join([f"{k}={v:.6f}" for k, v in dicts.items()]),
+    )
+    train_input_fn = est.inputs.numpy_input_fn(train_x, train_y, params["batch_size"], None, shuffle=True, seed=0)
+    eval_input_fn = est.inputs.numpy_input_fn(test_x, test_y, params["batch_size"], shuffle=False)
+    ssd_detector.train(train_input_fn, hooks=[logging_hook], max_steps=steps)
+    eval_results = ssd_detector.evaluate(eval_input_fn)
+    predictions = list(ssd_detector.predict(eval_input_fn))
+    served = est.load_exported(ssd_detector.export_model(f"{ssd_detector.model_dir}/export", test_x))(test_x)
+    return ssd_detector, eval_results, predictions, served
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--towers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=300)
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", args.towers)
+    print(main(**vars(args))[1])
