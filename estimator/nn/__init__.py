@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from estimator.nn._clip import clip_by_average_norm, clip_by_norm
+from estimator.nn._convolution import conv1d, conv2d, depthwise_conv2d, separable_conv2d
 from estimator.nn._crf import crf_decode, crf_log_likelihood
 from estimator.nn._cross_entropy import (
     log_poisson_loss,
@@ -22,9 +23,12 @@ __all__ = [
     "TopK",
     "clip_by_average_norm",
     "clip_by_norm",
+    "conv1d",
+    "conv2d",
     "crelu",
     "crf_decode",
     "crf_log_likelihood",
+    "depthwise_conv2d",
     "in_top_k",
     "l2_loss",
     "l2_normalize",
@@ -32,6 +36,7 @@ __all__ = [
     "log_poisson_loss",
     "lrn",
     "moments",
+    "separable_conv2d",
     "sequence_loss",
     "sequence_mask",
     "sigmoid_cross_entropy_with_logits",

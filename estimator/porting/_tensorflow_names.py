@@ -16,7 +16,8 @@ ARGUMENTS = {
 
 _SAME = "`est.train.{}`"
 _IN_NN = (
-    *("crelu", "in_top_k", "l2_loss", "l2_normalize", "local_response_normalization", "log_poisson_loss", "lrn"),
+    *("conv1d", "conv2d", "crelu", "depthwise_conv2d", "separable_conv2d"),
+    *("in_top_k", "l2_loss", "l2_normalize", "local_response_normalization", "log_poisson_loss", "lrn"),
     *("moments", "sigmoid_cross_entropy_with_logits", "softmax_cross_entropy_with_logits"),
     *("softmax_cross_entropy_with_logits_v2", "sparse_softmax_cross_entropy_with_logits", "top_k"),
     *("weighted_cross_entropy_with_logits", "weighted_moments", "xw_plus_b", "zero_fraction"),
@@ -254,13 +255,13 @@ NAMES = {
     "tf.nn.bias_add": "`jnp.add(x, b)`, or `x + b`",
     "tf.nn.bidirectional_dynamic_rnn": "`est.layers.bidirectional_lstm(inputs, units)` or "
     "`est.layers.bidirectional_gru`",
-    "tf.nn.conv1d": "`est.layers.conv1d(inputs, filters, kernel_size)`, or `jax.lax.conv_general_dilated` with "
-    "a kernel of your own",
     "tf.nn.ctc_loss": "`optax.ctc_loss(logits, logit_paddings, labels, label_paddings)`, batch-major",
     "tf.nn.nce_loss": f"`est.nn.sigmoid_cross_entropy_with_logits(labels, logits)` {_ALL_CLASSES}",
     "tf.nn.sampled_softmax_loss": f"`est.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)` {_ALL_CLASSES}",
-    "tf.nn.conv2d": "`jax.lax.conv_general_dilated(x, kernel, strides, 'SAME', dimension_numbers=('NHWC', 'HWIO', "
-    "'NHWC'))`, with strides of height and width, or `est.layers.conv2d`",
+    "tf.nn.conv2d_transpose": "`est.layers.conv2d_transpose(inputs, filters, kernel_size)`, or "
+    "`jax.lax.conv_transpose(x, kernel, strides, padding, transpose_kernel=True)`",
+    "tf.nn.conv3d": _CONVOLUTION,
+    "tf.nn.convolution": "`est.nn.conv1d` or `est.nn.conv2d`",
     "tf.nn.dropout": "`est.layers.dropout(x, rate)`, where `rate` is `1 - keep_prob`",
     "tf.nn.dynamic_rnn": "`est.layers.lstm(inputs, units)` or `est.layers.gru`",
     "tf.nn.elu": "`jax.nn.elu`",

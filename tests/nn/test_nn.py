@@ -186,6 +186,19 @@ def test_lengths_may_be_integers_of_any_size_under_x64(dtype):
         assert not est.nn.crf_decode(SCORES, TRANSITIONS, lengths)[0][1, 2:].any()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["conv1d", "conv2d", "depthwise_conv2d", "separable_conv2d"])
+def test_channels_may_come_first(name):
+    convolve, last = getattr(est.nn, name), "NWC" if name == "conv1d" else "NHWC"
+    kernels = [jnp.asarray(RNG.normal(size=(3, 2, 3, 2)), jnp.float32), jnp.ones((1, 1, 6, 2))][: 1 + (name[0] == "s")]
+    kernels = [kernels[0][0]] if name == "conv1d" else kernels
+    x = jnp.asarray(RNG.normal(size=(2, 5, 4, 3)[-len(last) :]), jnp.float32)
+    x, stride = x[..., : kernels[0].shape[-2]], 2
+    want = convolve(x, *kernels, stride, "SAME", data_format=last)
+    first = convolve(jnp.moveaxis(x, -1, 1), *kernels, stride, "SAME", data_format="N" + "C" + last[1:-1])
+    np.testing.assert_allclose(jnp.moveaxis(first, 1, -1), want, rtol=1e-5, atol=1e-5)
+
+
 def test_moments_of_half_precision_are_computed_in_float32():
     mean, variance = est.nn.moments(jnp.full((4096,), 300.0, jnp.float16), [0], keep_dims=True)
     assert (mean.dtype, mean.shape, mean[0], variance[0]) == (jnp.float16, (1,), 300, 0)
@@ -206,6 +219,21 @@ REFUSED = {
         (
             lambda: est.nn.sparse_softmax_cross_entropy_with_logits(labels=jnp.ones((2, 1), int), logits=X),
             r"shape \(2,\)",
+        ),
+        (
+            lambda: est.nn.conv1d(X[None], jnp.ones((1, 2, 4)), 1, "SAME"),
+            r"`est.nn.conv1d` needs an input of shape \[N, W, C\] and a kernel of shape \[W, C, outputs\] with the "
+            r"same C; got shapes \(1, 2, 3\) and \(1, 2, 4\)",
+        ),
+        (lambda: est.nn.conv1d(X[None], X[None], 1, "same"), "needs 'SAME' or 'VALID' as `padding`; got 'same'"),
+        (lambda: est.nn.conv1d(X[None], X[None], 1, "SAME", None, "NXC"), "needs NWC or NCW as `data_format`; got 'NX"),
+        (
+            lambda: est.nn.conv2d(X[None, None], X.T[None, None], [2, 1, 1, 1], "SAME"),
+            r"a positive integer as `strides`, or 2, or one for each letter of NHWC, 1 for N and C; got \[2, 1, 1, 1\]",
+        ),
+        (
+            lambda: est.nn.conv2d(X[None, None], X.T[None, None], 0.5, "SAME"),
+            "positive integer as `strides`.*; got 0.5",
         ),
         (lambda: est.nn.lrn(X), r"channels\]; got shape \(2, 3\)"),
         (lambda: est.nn.in_top_k(X, jnp.ones((2, 1), int), 1), r"got shapes \(2, 3\) and \(2, 1\)"),
