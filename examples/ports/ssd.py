@@ -9,6 +9,7 @@ boxes of `eval_ssd.py`. The network is smaller, and so are the images, which are
 import argparse
 import os
 import tempfile
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
 
 PARAMS = {
-    "width": 8,
+    "shrink": 16,
     "num_classes": 4,
     "model_scope": "ssd300",
     "checkpoint_model_scope": "vgg_16",
@@ -41,6 +42,7 @@ PARAMS = {
 IMAGE_SIZE = 32
 LAYERS = [(8, 0.2, 0.27), (4, 0.375, 0.45), (2, 0.55, 0.65)]  # cells, and two sizes of boxes
 RATIOS = (1.0, 2.0, 0.5)
+ALL_NUM_ANCHORS_DEPTH = [1 + len(RATIOS)] * len(LAYERS)
 PRIOR_SCALING = [0.1, 0.1, 0.2, 0.2]
 
 
@@ -94,71 +96,107 @@ def decode_all_anchors(pred_location):
 
 
 class VGG16Backbone:
-    def __init__(self, width):
-        self._width = width
+    def __init__(self, shrink):
+        self._shrink = shrink  # every layer has so many times fewer filters
+        self._conv_initializer = jax.nn.initializers.glorot_uniform
+        # VGG layers
+        self._conv1_block = self.conv_block(2, 64, 3, (1, 1), "conv1")
+        self._pool1 = partial(est.layers.max_pooling2d, pool_size=2, strides=2, padding="same", name="pool1")
+        self._conv2_block = self.conv_block(2, 128, 3, (1, 1), "conv2")
+        self._pool2 = partial(est.layers.max_pooling2d, pool_size=2, strides=2, padding="same", name="pool2")
+        self._conv4_block = self.conv_block(3, 512, 3, (1, 1), "conv4")
+        self._pool4 = partial(est.layers.max_pooling2d, pool_size=2, strides=2, padding="same", name="pool4")
+        self._conv6 = self.conv(1024, 3, 1, "same", "fc6", dilation_rate=6)
+        self._conv7 = self.conv(1024, 1, 1, "same", "fc7")
+        # SSD layers
+        self._conv8_block = self.ssd_conv_block(256, 2, "conv8")
+
+    def l2_normalize(self, x, name):
+        with jax.named_scope(name):
+            axis = -1
+            square_sum = jnp.sum(jnp.square(x), axis, keepdims=True)
+            x_inv_norm = jax.lax.rsqrt(jnp.maximum(square_sum, 1e-10))
+            return jnp.multiply(x, x_inv_norm)
 
     def forward(self, inputs):
         feature_layers = []
-        inputs = self.conv_block(inputs, 1, 1, "conv1")
-        inputs = est.layers.max_pooling2d(inputs, 2, 2, padding="same", name="pool1")
-        inputs = self.conv_block(inputs, 1, 2, "conv2")
-        inputs = est.layers.max_pooling2d(inputs, 2, 2, padding="same", name="pool2")
-        inputs = self.conv_block(inputs, 3, 4, "conv4")
+        # forward vgg layers
+        for conv in self._conv1_block:
+            inputs = conv(inputs)
+        inputs = self._pool1(inputs)
+        for conv in self._conv2_block:
+            inputs = conv(inputs)
+        inputs = self._pool2(inputs)
+        for conv in self._conv4_block:
+            inputs = conv(inputs)
+        # conv4_3
         with est.variable_scope("conv4_3_scale"):
-            weight_scale = est.get_variable("weights", initializer=np.full(4 * self._width, 20.0, np.float32))
-            feature_layers.append(weight_scale * self.l2_normalize(inputs))
-        inputs = est.layers.max_pooling2d(inputs, 2, 2, padding="same", name="pool4")
-        inputs = self.conv2d(inputs, 8, 3, name="fc6", dilation_rate=2)
-        inputs = self.conv2d(inputs, 8, 1, name="fc7")
+            weight_scale = est.get_variable("weights", initializer=np.full(512 // self._shrink, 20.0, np.float32))
+            weight_scale = weight_scale.reshape(1, 1, 1, -1)
+            feature_layers.append(jnp.multiply(weight_scale, self.l2_normalize(inputs, name="norm")))
+        inputs = self._pool4(inputs)
+        # forward fc layers
+        inputs = self._conv6(inputs)
+        inputs = self._conv7(inputs)
+        # fc7
         feature_layers.append(inputs)
-        with est.variable_scope("additional_layers"):
-            inputs = self.ssd_conv_block(inputs, 2, 2, "conv8")
-            feature_layers.append(inputs)
+        # forward ssd layers
+        for layer in self._conv8_block:
+            inputs = layer(inputs)
+        # conv8
+        feature_layers.append(inputs)
         return feature_layers
 
-    def l2_normalize(self, x):
-        square_sum = jnp.sum(jnp.square(x), -1, keepdims=True)
-        x_inv_norm = jax.lax.rsqrt(jnp.maximum(square_sum, 1e-10))
-        return jnp.multiply(x, x_inv_norm)
-
-    def conv2d(self, inputs, filters, kernel_size, name, **arguments):
-        return est.layers.conv2d(
-            inputs, filters * self._width, kernel_size, padding="same", activation=jax.nn.relu, name=name, **arguments
+    def conv(self, filters, kernel_size, strides, padding, name, dilation_rate=1):
+        return partial(
+            est.layers.conv2d,
+            filters=filters // self._shrink,
+            kernel_size=kernel_size,
+            strides=strides,
+            padding=padding,
+            dilation_rate=dilation_rate,
+            activation=jax.nn.relu,
+            kernel_initializer=self._conv_initializer(),
+            name=name,
         )
 
-    def conv_block(self, inputs, num_blocks, filters, name):
-        with est.variable_scope(name):
-            for ind in range(1, num_blocks + 1):
-                inputs = self.conv2d(inputs, filters, 3, name=f"{name}_{ind}")
-            return inputs
+    def conv_block(self, num_blocks, filters, kernel_size, strides, name):
+        conv_blocks = []
+        for ind in range(1, num_blocks + 1):
+            conv_blocks.append(self.conv(filters, kernel_size, strides, "same", f"{name}/{name}_{ind}"))
+        return conv_blocks
 
-    def ssd_conv_block(self, inputs, filters, strides, name):
-        with est.variable_scope(name):
-            inputs = self.conv2d(inputs, filters, 1, name=f"{name}_1")
-            return self.conv2d(inputs, filters * 2, 3, name=f"{name}_2", strides=strides)
+    def ssd_conv_block(self, filters, strides, name, padding="same"):
+        conv_blocks = []
+        conv_blocks.append(self.conv(filters, 1, 1, padding, f"additional_layers/{name}/{name}_1"))
+        conv_blocks.append(self.conv(filters * 2, 3, strides, padding, f"additional_layers/{name}/{name}_2"))
+        return conv_blocks
 
 
-def multibox_head(feature_layers, num_classes, num_anchors):
+def multibox_head(feature_layers, num_classes, num_anchors_depth_per_layer):
     with est.variable_scope("multibox_head"):
         cls_preds = []
         loc_preds = []
         for ind, feat in enumerate(feature_layers):
-            loc_preds.append(est.layers.conv2d(feat, num_anchors * 4, 3, name=f"loc_{ind}", padding="same"))
-            cls_preds.append(est.layers.conv2d(feat, num_anchors * num_classes, 3, name=f"cls_{ind}", padding="same"))
+            depth = num_anchors_depth_per_layer[ind]
+            loc_preds.append(est.layers.conv2d(feat, depth * 4, (3, 3), name=f"loc_{ind}", padding="same"))
+            cls_preds.append(est.layers.conv2d(feat, depth * num_classes, (3, 3), name=f"cls_{ind}", padding="same"))
         return loc_preds, cls_preds
 
 
 def modified_smooth_l1(bbox_pred, bbox_targets, bbox_inside_weights=1.0, bbox_outside_weights=1.0, sigma=1.0):
-    sigma2 = sigma * sigma
-    inside_mul = jnp.multiply(bbox_inside_weights, jnp.subtract(bbox_pred, bbox_targets))
-    smooth_l1_sign = jnp.less(jnp.abs(inside_mul), 1.0 / sigma2).astype(jnp.float32)
-    smooth_l1_option1 = jnp.multiply(jnp.multiply(inside_mul, inside_mul), 0.5 * sigma2)
-    smooth_l1_option2 = jnp.subtract(jnp.abs(inside_mul), 0.5 / sigma2)
-    smooth_l1_result = jnp.add(
-        jnp.multiply(smooth_l1_option1, smooth_l1_sign),
-        jnp.multiply(smooth_l1_option2, jnp.abs(jnp.subtract(smooth_l1_sign, 1.0))),
-    )
-    return jnp.multiply(bbox_outside_weights, smooth_l1_result)
+    with jax.named_scope("smooth_l1"):
+        sigma2 = sigma * sigma
+        inside_mul = jnp.multiply(bbox_inside_weights, jnp.subtract(bbox_pred, bbox_targets))
+        smooth_l1_sign = jnp.less(jnp.abs(inside_mul), 1.0 / sigma2).astype(jnp.float32)
+        smooth_l1_option1 = jnp.multiply(jnp.multiply(inside_mul, inside_mul), 0.5 * sigma2)
+        smooth_l1_option2 = jnp.subtract(jnp.abs(inside_mul), 0.5 / sigma2)
+        smooth_l1_result = jnp.add(
+            jnp.multiply(smooth_l1_option1, smooth_l1_sign),
+            jnp.multiply(smooth_l1_option2, jnp.abs(jnp.subtract(smooth_l1_sign, 1.0))),
+        )
+        outside_mul = jnp.multiply(bbox_outside_weights, smooth_l1_result)
+        return outside_mul
 
 
 def nms_bboxes(scores_pred, bboxes_pred, nms_topk, nms_threshold):
@@ -193,9 +231,9 @@ def parse_by_class(cls_pred, bboxes_pred, params):
 
 def ssd_model_fn(features, labels, mode, params):
     with est.variable_scope(params["model_scope"], default_name=None, values=[features], reuse=est.AUTO_REUSE):
-        backbone = VGG16Backbone(params["width"])
+        backbone = VGG16Backbone(params["shrink"])
         feature_layers = backbone.forward(features)
-        location_pred, cls_pred = multibox_head(feature_layers, params["num_classes"], 1 + len(RATIOS))
+        location_pred, cls_pred = multibox_head(feature_layers, params["num_classes"], ALL_NUM_ANCHORS_DEPTH)
         cls_pred = [pred.reshape(features.shape[0], -1, params["num_classes"]) for pred in cls_pred]
         location_pred = [pred.reshape(features.shape[0], -1, 4) for pred in location_pred]
         cls_pred = jnp.concatenate(cls_pred, axis=1)
@@ -214,41 +252,45 @@ def ssd_model_fn(features, labels, mode, params):
 
     loc_targets = labels["loc_targets"]
     cls_targets = labels["cls_targets"]
+    with jax.named_scope("post_forward"):
+        # each positive examples has one label
+        positive_mask = cls_targets > 0
+        batch_n_positives = jnp.count_nonzero(cls_targets, -1)
+        batch_negtive_mask = jnp.equal(cls_targets, 0)
+        batch_n_negtives = jnp.count_nonzero(batch_negtive_mask, -1)
+        batch_n_neg_select = (params["negative_ratio"] * batch_n_positives.astype(jnp.float32)).astype(jnp.int32)
+        batch_n_neg_select = jnp.minimum(batch_n_neg_select, batch_n_negtives.astype(jnp.int32))
 
-    # each positive examples has one label
-    positive_mask = cls_targets > 0
-    batch_n_positives = jnp.count_nonzero(cls_targets, -1)
-    batch_negtive_mask = cls_targets == 0
-    batch_n_negtives = jnp.count_nonzero(batch_negtive_mask, -1)
-    batch_n_neg_select = (params["negative_ratio"] * batch_n_positives.astype(jnp.float32)).astype(jnp.int32)
-    batch_n_neg_select = jnp.minimum(batch_n_neg_select, batch_n_negtives.astype(jnp.int32))
+        # hard negative mining for classification
+        predictions_for_bg = jax.nn.softmax(cls_pred)[:, :, 0]
+        prob_for_negtives = jnp.where(
+            batch_negtive_mask,
+            0.0 - predictions_for_bg,
+            # ignore all the positives
+            0.0 - jnp.ones_like(predictions_for_bg),
+        )
+        topk_prob_for_bg, _ = est.nn.top_k(prob_for_negtives, k=jnp.shape(prob_for_negtives)[1])
+        score_at_k = jnp.take_along_axis(topk_prob_for_bg, batch_n_neg_select[:, None] - 1, axis=-1)
+        selected_neg_mask = prob_for_negtives >= score_at_k
 
-    # hard negative mining for classification
-    predictions_for_bg = jax.nn.softmax(cls_pred)[:, :, 0]
-    prob_for_negtives = jnp.where(
-        batch_negtive_mask,
-        0.0 - predictions_for_bg,
-        0.0 - jnp.ones_like(predictions_for_bg),
-    )
-    topk_prob_for_bg, _ = est.nn.top_k(prob_for_negtives, k=prob_for_negtives.shape[1])
-    score_at_k = jnp.take_along_axis(topk_prob_for_bg, batch_n_neg_select[:, None] - 1, axis=-1)
-    selected_neg_mask = prob_for_negtives >= score_at_k
-
-    # include both selected negtive and all positive examples: the others have weight 0
-    final_mask = jnp.logical_or(jnp.logical_and(batch_negtive_mask, selected_neg_mask), positive_mask)
-    cls_targets = jnp.clip(cls_targets, 0, params["num_classes"])
-    predictions = {
-        "classes": jnp.argmax(cls_pred, axis=-1),
-        "probabilities": jnp.max(jax.nn.softmax(cls_pred), axis=-1),
-    }
-    cls_accuracy = est.metrics.accuracy(cls_targets, predictions["classes"], final_mask)
-    metrics = {"cls_accuracy": cls_accuracy}
-    est.record("cls_accuracy", cls_accuracy[1])
-    est.summary.scalar("cls_accuracy", cls_accuracy[1])
+        # include both selected negtive and all positive examples: as weights, so that nothing changes its shape
+        final_mask = jnp.logical_or(jnp.logical_and(batch_negtive_mask, selected_neg_mask), positive_mask)
+        cls_targets = jnp.clip(cls_targets, 0, params["num_classes"])
+        predictions = {
+            "classes": jnp.argmax(cls_pred, axis=-1),
+            "probabilities": jnp.max(jax.nn.softmax(cls_pred), axis=-1),
+            "loc_predict": jax.vmap(decode_all_anchors)(location_pred),
+        }
+        cls_accuracy = est.metrics.accuracy(cls_targets, predictions["classes"], final_mask)
+        metrics = {"cls_accuracy": cls_accuracy}
+        # Create a tensor named train_accuracy for logging purposes.
+        est.record("cls_accuracy", cls_accuracy[1])
+        est.summary.scalar("cls_accuracy", cls_accuracy[1])
 
     # Calculate loss, which includes softmax cross entropy and L2 regularization.
-    cross_entropy = est.losses.sparse_softmax_cross_entropy(labels=cls_targets, logits=cls_pred, weights=final_mask)
-    cross_entropy = cross_entropy * (params["negative_ratio"] + 1.0)
+    cross_entropy = est.losses.sparse_softmax_cross_entropy(labels=cls_targets, logits=cls_pred, weights=final_mask) * (
+        params["negative_ratio"] + 1.0
+    )
     est.record("cross_entropy_loss", cross_entropy)
     est.summary.scalar("cross_entropy_loss", cross_entropy)
 
@@ -296,19 +338,16 @@ def get_assignment_map(params):
     return {old.replace("/kernel", "/weights").replace("/bias", "/biases"): name for name, old in renamed.items()}
 
 
-def pretrained_vgg(path, width):
+def pretrained_vgg(path, shrink):
     """Writes a checkpoint of VGG with the names of its variables in Slim, and made-up values."""
-    random = np.random.default_rng(0)
-    shapes, channels = {}, 3
-    for block, layers, filters in (("conv1", 1, 1), ("conv2", 1, 2), ("conv4", 3, 4)):
-        for ind in range(1, layers + 1):
-            shapes[f"{block}/{block}_{ind}"] = (3, 3, channels, filters * width)
-            channels = filters * width
-    shapes |= {"fc6": (3, 3, channels, 8 * width), "fc7": (1, 1, 8 * width, 8 * width)}
-    values = {}
-    for name, shape in shapes.items():
+    layers = [("conv1/conv1_1", 3, 64), ("conv1/conv1_2", 3, 64), ("conv2/conv2_1", 3, 128), ("conv2/conv2_2", 3, 128)]
+    layers += [*((f"conv4/conv4_{ind}", 3, 512) for ind in (1, 2, 3)), ("fc6", 3, 1024), ("fc7", 1, 1024)]
+    random, channels, values = np.random.default_rng(0), 3, {}
+    for name, size, filters in layers:
+        shape = (size, size, channels, filters // shrink)
+        channels = filters // shrink
         values[f"vgg_16/{name}/weights"] = np.float32(random.normal(size=shape) * (2 / np.prod(shape[:3])) ** 0.5)
-        values[f"vgg_16/{name}/biases"] = np.zeros(shape[-1], np.float32)
+        values[f"vgg_16/{name}/biases"] = np.zeros(channels, np.float32)
     np.savez(path, **values)
     return path
 
@@ -335,7 +374,7 @@ def load_data():
 
 def main(towers=4, steps=300, model_dir=None, **params):
     params = PARAMS | {"checkpoint_path": None} | params
-    params["checkpoint_path"] = pretrained_vgg(os.path.join(tempfile.mkdtemp(), "vgg_16.npz"), params["width"])
+    params["checkpoint_path"] = pretrained_vgg(os.path.join(tempfile.mkdtemp(), "vgg_16.npz"), params["shrink"])
     (train_x, train_y), (test_x, test_y) = load_data()
     run_config = (
         est.RunConfig()

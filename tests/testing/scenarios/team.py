@@ -262,15 +262,12 @@ def estimated(folder):
 
 
 def by_strategies(folder):
-    """The three verbs of Estimators whose towers come from a strategy, and the strategies that are for one process."""
+    """Estimators whose towers come from a strategy, and the strategies that are for one process."""
     start()
     count = jax.process_count()
 
     def plain(features, labels, mode):
-        output = net(features)
-        if mode == est.ModeKeys.PREDICT:
-            return est.EstimatorSpec(mode, predictions={"output": output, "x": features["x"]})
-        loss = est.losses.mean_squared_error(labels, output)
+        loss = est.losses.mean_squared_error(labels, net(features))
         train_op = est.Optimizer(optax.adam(0.02)).minimize(loss)
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
@@ -285,15 +282,12 @@ def by_strategies(folder):
         name = type(strategy).__name__
         trained = estimator(name, strategy).train(lambda: batches(4))
         write(folder, name, [trained.get_variable_value("*"), trained.evaluate(uneven)])
-        write(folder, f"{name}-predictions", list(trained.predict(uneven)))
     for strategy in (
         replicate.MirroredStrategy(num_gpus=0),
         replicate.OneDeviceStrategy("cpu:0"),
-        replicate.OneDeviceStrategy(jax.local_devices()[0]),
         replicate.ParameterServerStrategy(),
-        replicate.MirroredStrategy(devices=jax.local_devices()),
     ):
-        attempt(str(strategy), lambda: estimator("alone", strategy).train(lambda: batches(4)))  # noqa: B023
+        attempt(type(strategy).__name__, functools.partial(estimator, "alone", strategy))
 
 
 def attempt(name, call):
