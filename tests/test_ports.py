@@ -36,7 +36,7 @@ PROGRAMS = {  # smaller, and without dropout, which draws other numbers in each 
         "attention_dropout": 0.0,
         "relu_dropout": 0.0,
     },
-    "ssd": {"shrink": 32},
+    "ssd": {"width": 2},
     "text_classification": {"dropout": 0.0},
     "text_classification lstm": {"model": "lstm"},
     "wide_deep": {"hidden_units": [8, 4]},

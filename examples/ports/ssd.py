@@ -19,7 +19,7 @@ import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
 
 PARAMS = {
-    "shrink": 16,
+    "width": 4,
     "num_classes": 4,
     "model_scope": "ssd300",
     "checkpoint_model_scope": "vgg_16",
@@ -42,7 +42,6 @@ PARAMS = {
 IMAGE_SIZE = 32
 LAYERS = [(8, 0.2, 0.27), (4, 0.375, 0.45), (2, 0.55, 0.65)]  # cells, and two sizes of boxes
 RATIOS = (1.0, 2.0, 0.5)
-ALL_NUM_ANCHORS_DEPTH = [1 + len(RATIOS)] * len(LAYERS)
 PRIOR_SCALING = [0.1, 0.1, 0.2, 0.2]
 
 
@@ -95,21 +94,42 @@ def decode_all_anchors(pred_location):
     return jnp.stack([pred_cy - pred_h / 2, pred_cx - pred_w / 2, pred_cy + pred_h / 2, pred_cx + pred_w / 2], axis=-1)
 
 
+global_anchor_info = {"decode_fn": decode_all_anchors, "all_num_anchors_depth": [1 + len(RATIOS)] * len(LAYERS)}
+
+
 class VGG16Backbone:
-    def __init__(self, shrink):
-        self._shrink = shrink  # every layer has so many times fewer filters
+    def __init__(self, width):
         self._conv_initializer = jax.nn.initializers.glorot_uniform
         # VGG layers
-        self._conv1_block = self.conv_block(2, 64, 3, (1, 1), "conv1")
+        self._conv1_block = self.conv_block(2, width, 3, (1, 1), "conv1")
         self._pool1 = partial(est.layers.max_pooling2d, pool_size=2, strides=2, padding="same", name="pool1")
-        self._conv2_block = self.conv_block(2, 128, 3, (1, 1), "conv2")
+        self._conv2_block = self.conv_block(2, 2 * width, 3, (1, 1), "conv2")
         self._pool2 = partial(est.layers.max_pooling2d, pool_size=2, strides=2, padding="same", name="pool2")
-        self._conv4_block = self.conv_block(3, 512, 3, (1, 1), "conv4")
+        self._conv4_block = self.conv_block(3, 8 * width, 3, (1, 1), "conv4")
         self._pool4 = partial(est.layers.max_pooling2d, pool_size=2, strides=2, padding="same", name="pool4")
-        self._conv6 = self.conv(1024, 3, 1, "same", "fc6", dilation_rate=6)
-        self._conv7 = self.conv(1024, 1, 1, "same", "fc7")
+        self._conv6 = partial(
+            est.layers.conv2d,
+            filters=16 * width,
+            kernel_size=3,
+            strides=1,
+            padding="same",
+            dilation_rate=6,
+            activation=jax.nn.relu,
+            kernel_initializer=self._conv_initializer(),
+            name="fc6",
+        )
+        self._conv7 = partial(
+            est.layers.conv2d,
+            filters=16 * width,
+            kernel_size=1,
+            strides=1,
+            padding="same",
+            activation=jax.nn.relu,
+            kernel_initializer=self._conv_initializer(),
+            name="fc7",
+        )
         # SSD layers
-        self._conv8_block = self.ssd_conv_block(256, 2, "conv8")
+        self._conv8_block = self.ssd_conv_block(4 * width, 2, "conv8")
 
     def l2_normalize(self, x, name):
         with jax.named_scope(name):
@@ -131,7 +151,7 @@ class VGG16Backbone:
             inputs = conv(inputs)
         # conv4_3
         with est.variable_scope("conv4_3_scale"):
-            weight_scale = est.get_variable("weights", initializer=np.full(512 // self._shrink, 20.0, np.float32))
+            weight_scale = est.get_variable("weights", initializer=np.full(inputs.shape[-1], 20.0, np.float32))
             weight_scale = weight_scale.reshape(1, 1, 1, -1)
             feature_layers.append(jnp.multiply(weight_scale, self.l2_normalize(inputs, name="norm")))
         inputs = self._pool4(inputs)
@@ -147,29 +167,49 @@ class VGG16Backbone:
         feature_layers.append(inputs)
         return feature_layers
 
-    def conv(self, filters, kernel_size, strides, padding, name, dilation_rate=1):
-        return partial(
-            est.layers.conv2d,
-            filters=filters // self._shrink,
-            kernel_size=kernel_size,
-            strides=strides,
-            padding=padding,
-            dilation_rate=dilation_rate,
-            activation=jax.nn.relu,
-            kernel_initializer=self._conv_initializer(),
-            name=name,
-        )
-
     def conv_block(self, num_blocks, filters, kernel_size, strides, name):
         conv_blocks = []
         for ind in range(1, num_blocks + 1):
-            conv_blocks.append(self.conv(filters, kernel_size, strides, "same", f"{name}/{name}_{ind}"))
+            conv_blocks.append(
+                partial(
+                    est.layers.conv2d,
+                    filters=filters,
+                    kernel_size=kernel_size,
+                    strides=strides,
+                    padding="same",
+                    activation=jax.nn.relu,
+                    kernel_initializer=self._conv_initializer(),
+                    name=f"{name}/{name}_{ind}",
+                )
+            )
         return conv_blocks
 
     def ssd_conv_block(self, filters, strides, name, padding="same"):
         conv_blocks = []
-        conv_blocks.append(self.conv(filters, 1, 1, padding, f"additional_layers/{name}/{name}_1"))
-        conv_blocks.append(self.conv(filters * 2, 3, strides, padding, f"additional_layers/{name}/{name}_2"))
+        conv_blocks.append(
+            partial(
+                est.layers.conv2d,
+                filters=filters,
+                kernel_size=1,
+                strides=1,
+                padding=padding,
+                activation=jax.nn.relu,
+                kernel_initializer=self._conv_initializer(),
+                name=f"additional_layers/{name}/{name}_1",
+            )
+        )
+        conv_blocks.append(
+            partial(
+                est.layers.conv2d,
+                filters=filters * 2,
+                kernel_size=3,
+                strides=strides,
+                padding=padding,
+                activation=jax.nn.relu,
+                kernel_initializer=self._conv_initializer(),
+                name=f"additional_layers/{name}/{name}_2",
+            )
+        )
         return conv_blocks
 
 
@@ -178,9 +218,14 @@ def multibox_head(feature_layers, num_classes, num_anchors_depth_per_layer):
         cls_preds = []
         loc_preds = []
         for ind, feat in enumerate(feature_layers):
-            depth = num_anchors_depth_per_layer[ind]
-            loc_preds.append(est.layers.conv2d(feat, depth * 4, (3, 3), name=f"loc_{ind}", padding="same"))
-            cls_preds.append(est.layers.conv2d(feat, depth * num_classes, (3, 3), name=f"cls_{ind}", padding="same"))
+            loc_preds.append(
+                est.layers.conv2d(feat, num_anchors_depth_per_layer[ind] * 4, (3, 3), name=f"loc_{ind}", padding="same")
+            )
+            cls_preds.append(
+                est.layers.conv2d(
+                    feat, num_anchors_depth_per_layer[ind] * num_classes, (3, 3), name=f"cls_{ind}", padding="same"
+                )
+            )
         return loc_preds, cls_preds
 
 
@@ -230,20 +275,24 @@ def parse_by_class(cls_pred, bboxes_pred, params):
 
 
 def ssd_model_fn(features, labels, mode, params):
+    decode_fn = global_anchor_info["decode_fn"]
+    all_num_anchors_depth = global_anchor_info["all_num_anchors_depth"]
+
     with est.variable_scope(params["model_scope"], default_name=None, values=[features], reuse=est.AUTO_REUSE):
-        backbone = VGG16Backbone(params["shrink"])
+        backbone = VGG16Backbone(params["width"])
         feature_layers = backbone.forward(features)
-        location_pred, cls_pred = multibox_head(feature_layers, params["num_classes"], ALL_NUM_ANCHORS_DEPTH)
+        location_pred, cls_pred = multibox_head(feature_layers, params["num_classes"], all_num_anchors_depth)
         cls_pred = [pred.reshape(features.shape[0], -1, params["num_classes"]) for pred in cls_pred]
         location_pred = [pred.reshape(features.shape[0], -1, 4) for pred in location_pred]
         cls_pred = jnp.concatenate(cls_pred, axis=1)
         location_pred = jnp.concatenate(location_pred, axis=1)
+        cls_pred = jnp.reshape(cls_pred, (-1, params["num_classes"]))
+        location_pred = jnp.reshape(location_pred, (-1, 4))
 
+    bboxes_pred = jax.vmap(decode_fn)(jnp.reshape(location_pred, (features.shape[0], -1, 4)))
     if mode == est.ModeKeys.PREDICT:
-        bboxes_pred = jax.vmap(decode_all_anchors)(location_pred)
-        selected_bboxes, selected_scores = jax.vmap(lambda *image: parse_by_class(*image, params))(
-            cls_pred, bboxes_pred
-        )
+        cls_pred = jnp.reshape(cls_pred, (features.shape[0], -1, params["num_classes"]))
+        selected_bboxes, selected_scores = jax.vmap(partial(parse_by_class, params=params))(cls_pred, bboxes_pred)
         predictions = {}
         for class_ind in range(1, params["num_classes"]):
             predictions[f"scores_{class_ind}"] = selected_scores[class_ind]
@@ -253,8 +302,11 @@ def ssd_model_fn(features, labels, mode, params):
     loc_targets = labels["loc_targets"]
     cls_targets = labels["cls_targets"]
     with jax.named_scope("post_forward"):
+        flaten_cls_targets = jnp.reshape(cls_targets, (-1))
+        flaten_loc_targets = jnp.reshape(loc_targets, (-1, 4))
+
         # each positive examples has one label
-        positive_mask = cls_targets > 0
+        positive_mask = flaten_cls_targets > 0
         batch_n_positives = jnp.count_nonzero(cls_targets, -1)
         batch_negtive_mask = jnp.equal(cls_targets, 0)
         batch_n_negtives = jnp.count_nonzero(batch_negtive_mask, -1)
@@ -262,7 +314,9 @@ def ssd_model_fn(features, labels, mode, params):
         batch_n_neg_select = jnp.minimum(batch_n_neg_select, batch_n_negtives.astype(jnp.int32))
 
         # hard negative mining for classification
-        predictions_for_bg = jax.nn.softmax(cls_pred)[:, :, 0]
+        predictions_for_bg = jax.nn.softmax(jnp.reshape(cls_pred, (features.shape[0], -1, params["num_classes"])))[
+            :, :, 0
+        ]
         prob_for_negtives = jnp.where(
             batch_negtive_mask,
             0.0 - predictions_for_bg,
@@ -270,31 +324,33 @@ def ssd_model_fn(features, labels, mode, params):
             0.0 - jnp.ones_like(predictions_for_bg),
         )
         topk_prob_for_bg, _ = est.nn.top_k(prob_for_negtives, k=jnp.shape(prob_for_negtives)[1])
-        score_at_k = jnp.take_along_axis(topk_prob_for_bg, batch_n_neg_select[:, None] - 1, axis=-1)
-        selected_neg_mask = prob_for_negtives >= score_at_k
+        score_at_k = jnp.take_along_axis(topk_prob_for_bg, batch_n_neg_select[:, None] - 1, axis=-1)[:, 0]
+        selected_neg_mask = prob_for_negtives >= jnp.expand_dims(score_at_k, axis=-1)
 
         # include both selected negtive and all positive examples: as weights, so that nothing changes its shape
-        final_mask = jnp.logical_or(jnp.logical_and(batch_negtive_mask, selected_neg_mask), positive_mask)
-        cls_targets = jnp.clip(cls_targets, 0, params["num_classes"])
+        final_mask = jax.lax.stop_gradient(
+            jnp.logical_or(jnp.reshape(jnp.logical_and(batch_negtive_mask, selected_neg_mask), (-1)), positive_mask)
+        )
+        flaten_cls_targets = jnp.clip(flaten_cls_targets, 0, params["num_classes"])
         predictions = {
             "classes": jnp.argmax(cls_pred, axis=-1),
             "probabilities": jnp.max(jax.nn.softmax(cls_pred), axis=-1),
-            "loc_predict": jax.vmap(decode_all_anchors)(location_pred),
+            "loc_predict": jnp.reshape(bboxes_pred, (-1, 4)),
         }
-        cls_accuracy = est.metrics.accuracy(cls_targets, predictions["classes"], final_mask)
+        cls_accuracy = est.metrics.accuracy(flaten_cls_targets, predictions["classes"], final_mask)
         metrics = {"cls_accuracy": cls_accuracy}
         # Create a tensor named train_accuracy for logging purposes.
         est.record("cls_accuracy", cls_accuracy[1])
         est.summary.scalar("cls_accuracy", cls_accuracy[1])
 
     # Calculate loss, which includes softmax cross entropy and L2 regularization.
-    cross_entropy = est.losses.sparse_softmax_cross_entropy(labels=cls_targets, logits=cls_pred, weights=final_mask) * (
+    cross_entropy = est.losses.sparse_softmax_cross_entropy(flaten_cls_targets, cls_pred, final_mask) * (
         params["negative_ratio"] + 1.0
     )
     est.record("cross_entropy_loss", cross_entropy)
     est.summary.scalar("cross_entropy_loss", cross_entropy)
 
-    loc_loss = modified_smooth_l1(location_pred, loc_targets, sigma=1.0)
+    loc_loss = modified_smooth_l1(location_pred, flaten_loc_targets, sigma=1.0)
     loc_loss = est.losses.compute_weighted_loss(jnp.sum(loc_loss, axis=-1), positive_mask)
     est.record("location_loss", loc_loss)
     est.summary.scalar("location_loss", loc_loss)
@@ -338,14 +394,14 @@ def get_assignment_map(params):
     return {old.replace("/kernel", "/weights").replace("/bias", "/biases"): name for name, old in renamed.items()}
 
 
-def pretrained_vgg(path, shrink):
+def pretrained_vgg(path, width):
     """Writes a checkpoint of VGG with the names of its variables in Slim, and made-up values."""
-    layers = [("conv1/conv1_1", 3, 64), ("conv1/conv1_2", 3, 64), ("conv2/conv2_1", 3, 128), ("conv2/conv2_2", 3, 128)]
-    layers += [*((f"conv4/conv4_{ind}", 3, 512) for ind in (1, 2, 3)), ("fc6", 3, 1024), ("fc7", 1, 1024)]
+    layers = [("conv1/conv1_1", 3, 1), ("conv1/conv1_2", 3, 1), ("conv2/conv2_1", 3, 2), ("conv2/conv2_2", 3, 2)]
+    layers += [*((f"conv4/conv4_{ind}", 3, 8) for ind in (1, 2, 3)), ("fc6", 3, 16), ("fc7", 1, 16)]
     random, channels, values = np.random.default_rng(0), 3, {}
     for name, size, filters in layers:
-        shape = (size, size, channels, filters // shrink)
-        channels = filters // shrink
+        shape = (size, size, channels, filters * width)
+        channels = filters * width
         values[f"vgg_16/{name}/weights"] = np.float32(random.normal(size=shape) * (2 / np.prod(shape[:3])) ** 0.5)
         values[f"vgg_16/{name}/biases"] = np.zeros(channels, np.float32)
     np.savez(path, **values)
@@ -374,7 +430,7 @@ def load_data():
 
 def main(towers=4, steps=300, model_dir=None, **params):
     params = PARAMS | {"checkpoint_path": None} | params
-    params["checkpoint_path"] = pretrained_vgg(os.path.join(tempfile.mkdtemp(), "vgg_16.npz"), params["shrink"])
+    params["checkpoint_path"] = pretrained_vgg(os.path.join(tempfile.mkdtemp(), "vgg_16.npz"), params["width"])
     (train_x, train_y), (test_x, test_y) = load_data()
     run_config = (
         est.RunConfig()
