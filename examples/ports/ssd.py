@@ -333,11 +333,11 @@ def ssd_model_fn(features, labels, mode, params):
         )
         flaten_cls_targets = jnp.clip(flaten_cls_targets, 0, params["num_classes"])
         predictions = {
-            "classes": jnp.argmax(cls_pred, axis=-1),
-            "probabilities": jnp.max(jax.nn.softmax(cls_pred), axis=-1),
-            "loc_predict": jnp.reshape(bboxes_pred, (-1, 4)),
+            "classes": jnp.reshape(jnp.argmax(cls_pred, axis=-1), (features.shape[0], -1)),
+            "probabilities": jnp.reshape(jnp.max(jax.nn.softmax(cls_pred), axis=-1), (features.shape[0], -1)),
+            "loc_predict": bboxes_pred,
         }
-        cls_accuracy = est.metrics.accuracy(flaten_cls_targets, predictions["classes"], final_mask)
+        cls_accuracy = est.metrics.accuracy(flaten_cls_targets, predictions["classes"].reshape(-1), final_mask)
         metrics = {"cls_accuracy": cls_accuracy}
         # Create a tensor named train_accuracy for logging purposes.
         est.record("cls_accuracy", cls_accuracy[1])

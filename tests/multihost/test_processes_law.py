@@ -62,6 +62,7 @@ def columns(arrays):
     return [[arrays[f"[{i}]['{key}']"] for i in range(len(arrays) // 2)] for key in ("x", "output")]
 
 
+@pytest.mark.covers("3 train_distribute")
 def test_strategies_of_two_processes_do_what_one_does_or_say_that_they_are_for_one(folder):
     for rows in run_both("testing.scenarios.team.by_strategies", folder):
         refused = {row["case"]: row["text"] for row in rows if row["error"] == "ValueError"}
