@@ -73,7 +73,8 @@ class MirroredStrategy:
 
     Raises:
       TypeError: an argument is unknown, given under both names, or of another kind.
-      ValueError: there are fewer devices than `num_gpus` says, as soon as an Estimator is made.
+      ValueError: there are fewer devices than `num_gpus` says, or the devices are not of all processes, as soon as an
+        Estimator is made.
     """
 
     _defaults: ClassVar[dict[str, Any]] = {}
@@ -116,6 +117,7 @@ class MirroredStrategy:
 
     def replicate(self, model_fn: ModelFn) -> ModelFn:
         """The model_fn in towers; an Estimator calls this."""
+        self._check_processes()
         reduction = Reduction.SUM_BY_NONZERO_WEIGHTS if self._reduction is None else self._reduction
 
         def model_fn_of_towers(
@@ -150,6 +152,17 @@ class MirroredStrategy:
         def __getattr__(self, name: str) -> Any:
             hint = f": {_METHODS[name]}" if name in _METHODS else ""
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}.")
+
+    def _check_processes(self) -> None:
+        processes = {device.process_index for device in find_devices(self._find_devices(), repeated=True)}
+        shared = self._options.get("variable_distribution", "").startswith("shared")
+        if jax.process_count() > 1 and (shared or len(processes) < jax.process_count()):
+            what = "variables" if shared else "towers"
+            raise ValueError(
+                f"jax runs on {jax.process_count()} processes, but {self!r} has its {what} on devices of one process. "
+                "Write `replicate.CollectiveAllReduceStrategy()`, whose towers are on the devices of all processes, or "
+                "`(num_gpus_per_worker=n)` for n of each."
+            )
 
     def _check_reductions(self, frame: Frame) -> None:
         name = type(self).__name__

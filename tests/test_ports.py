@@ -36,9 +36,11 @@ PROGRAMS = {  # smaller, and without dropout, which draws other numbers in each 
         "attention_dropout": 0.0,
         "relu_dropout": 0.0,
     },
+    "ssd": {"width": 2},
     "text_classification": {"dropout": 0.0},
     "text_classification lstm": {"model": "lstm"},
     "wide_deep": {"hidden_units": [8, 4]},
+    "xdeepfm": {"hidden_units": [8, 4], "cross_layer_sizes": [4, 4]},
 }
 
 
@@ -136,7 +138,7 @@ def test_no_port_needs_a_module_of_its_own():
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module.split(".")[0])
     libraries = {"estimator", "flax", "jax", "numpy", "optax", "replicate", "sklearn"}
-    assert imported == libraries | {"argparse", "os", "re", "tempfile", "time"}
+    assert imported == libraries | {"argparse", "functools", "os", "re", "tempfile", "time"}
 
 
 OWN = {  # what a port may define by itself, because its original did

@@ -50,7 +50,7 @@ def layer_scope(
     # The first call has the plain default name; made unique, it would be the name of a new layer.
     if name is None and (reuse or (shares and frame.reuse)):
         name = default_name
-    with variable_scope(name, default_name, reuse):
+    with variable_scope(name, default_name, reuse=reuse):
         yield
 
 

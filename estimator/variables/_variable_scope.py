@@ -48,15 +48,16 @@ class VariableScope:
 
 @contextlib.contextmanager
 def variable_scope(
-    name: str | VariableScope | None,
+    name_or_scope: str | VariableScope | None,
     default_name: str | None = None,
-    reuse: Reuse = None,
+    values: Any = None,
     *,
+    reuse: Reuse = None,
     initializer: Callable[..., PyTree] | None = None,
     regularizer: Callable[[PyTree], Any] | None = None,
     custom_getter: Callable[..., PyTree] | None = None,
 ) -> Iterator[VariableScope]:
-    """Prefixes the names of the variables got in the block with `name` and a "/".
+    """Prefixes the names of the variables got in the block with a name and a "/".
 
     The names of summaries and records in it are prefixed too: by `name`, and by `name_1`, `name_2` ... where the scope
     is entered again, as in TensorFlow.
@@ -76,10 +77,11 @@ def variable_scope(
     ['block/w', 'block_1/w', 'layer/w']
 
     Args:
-      name: the prefix; scopes nest. Or a scope, as `with ... as scope` gives it: then the names in the block are as if
-        it had not ended, wherever the block stands. If None, the `default_name`.
-      default_name: where there is no `name`: the prefix, made unique in the enclosing scope (`block`, `block_1`, ...).
+      name_or_scope: the prefix; scopes nest. Or a scope, as `with ... as scope` gives it: then the names in the block
+        are as if it had not ended, wherever the block stands. If None, the `default_name`.
+      default_name: where there is no name: the prefix, made unique in the enclosing scope (`block`, `block_1`, ...).
         A scope opened again by its name counts from the beginning, so that the names in it are the same.
+      values: without effect; TensorFlow checked that they are of one graph.
       reuse: True: variables must exist in this run already; `AUTO_REUSE`: they may. If None, as in the scope around.
         As in TensorFlow, an inner scope does not end an outer one's reuse.
       initializer, regularizer: of `get_variable`, where it is called without; a regularizer of trainable variables,
@@ -93,10 +95,13 @@ def variable_scope(
       TypeError: the name, or an argument, is of another type.
       RuntimeError: no model_fn is running.
     """
+    name = name_or_scope
     if default_name is not None and not isinstance(default_name, str):
         raise TypeError(
             f"`est.variable_scope` takes a default name second, a string; got {default_name!r}. Write `reuse=`."
         )
+    if isinstance(values, bool | _AutoReuse):
+        raise TypeError(f"`est.variable_scope` takes `values` third, without effect; got {values!r}. Write `reuse=`.")
     if not isinstance(name, VariableScope) and not (name or default_name and name is None):
         raise ValueError(
             f"`est.variable_scope` needs a non-empty name; got {name!r}. Or give None, and a `default_name`."

@@ -48,21 +48,21 @@ def _variable_with_weight_decay(name, shape, stddev, wd):
     return var
 
 
-def _conv2d(x, filters, bias):
+def _conv(x, filters, bias):
     kernel = _variable_with_weight_decay("weights", [5, 5, x.shape[-1], filters], stddev=5e-2, wd=None)
-    conv = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    conv = est.nn.conv2d(x, kernel, [1, 1, 1, 1], padding="SAME")
     return jax.nn.relu(conv + _biases([filters], bias))
 
 
 def inference(images, params):
     with est.variable_scope("conv1"):
-        conv1 = _conv2d(images, params["filters"], bias=0.0)
+        conv1 = _conv(images, params["filters"], bias=0.0)
     _activation_summary(conv1, "conv1")
     pool1 = est.layers.max_pooling2d(conv1, 3, 2, padding="same")
     norm1 = est.nn.lrn(pool1, 4, bias=1.0, alpha=0.001 / 9.0, beta=0.75)
 
     with est.variable_scope("conv2"):
-        conv2 = _conv2d(norm1, params["filters"], bias=0.1)
+        conv2 = _conv(norm1, params["filters"], bias=0.1)
     _activation_summary(conv2, "conv2")
     norm2 = est.nn.lrn(conv2, 4, bias=1.0, alpha=0.001 / 9.0, beta=0.75)
     pool2 = est.layers.max_pooling2d(norm2, 3, 2, padding="same")

@@ -20,7 +20,7 @@ def network(features):
     x = est.layers.dense(features, 4)
     x = est.layers.dense(x, 4)
     for _ in range(2):
-        with est.variable_scope(None, "block"):
+        with est.variable_scope(None, "block", [x]):
             x = est.layers.dense(x, 4)
             if est.get_variable_scope().name == "block":
                 est.layers.batch_normalization(x, name="norm")
@@ -241,6 +241,7 @@ REFUSED = {
     TypeError: [
         (lambda: est.variable_scope(3).__enter__(), "`est.variable_scope` needs a name, or a scope; got 3"),
         (lambda: est.variable_scope("a", True).__enter__(), "takes a default name second, .* Write `reuse=`"),
+        (lambda: est.variable_scope("a", None, True).__enter__(), "takes `values` third, .*; got True. Write `reuse=`"),
         (
             lambda: est.variable_scope("a", initializer=0.5).__enter__(),
             r"`est.variable_scope\('a'\)` needs a function as `initializer`; got 0.5",

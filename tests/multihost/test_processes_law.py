@@ -62,6 +62,21 @@ def columns(arrays):
     return [[arrays[f"[{i}]['{key}']"] for i in range(len(arrays) // 2)] for key in ("x", "output")]
 
 
+@pytest.mark.covers("3 train_distribute")
+def test_strategies_of_two_processes_do_what_one_does_or_say_that_they_are_for_one(folder):
+    for rows in run_both("testing.scenarios.team.by_strategies", folder):
+        refused = {row["case"]: row["text"] for row in rows if row["error"] == "ValueError"}
+        assert refused.keys() == {"MirroredStrategy", "OneDeviceStrategy", "ParameterServerStrategy"}
+        assert refused["ParameterServerStrategy"] == (
+            "jax runs on 2 processes, but ParameterServerStrategy() has its variables on devices of one process. Write "
+            "`replicate.CollectiveAllReduceStrategy()`, whose towers are on the devices of all processes, or "
+            "`(num_gpus_per_worker=n)` for n of each."
+        )
+        assert "OneDeviceStrategy(devices=['cpu:0']) has its towers on devices of one" in refused["OneDeviceStrategy"]
+    for name in ("CollectiveAllReduceStrategy", "MirroredStrategy"):
+        assert_law(folder, name)
+
+
 @pytest.mark.covers("5 distributed")
 def test_training_with_evaluations_matches_one(folder, capsys):
     each = [merged(rows) for rows in run_both("testing.scenarios.team_hooks.trained_and_evaluated", folder)]

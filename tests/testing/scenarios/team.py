@@ -261,6 +261,35 @@ def estimated(folder):
             write(folder, f"{name}-predictions", list(estimator.predict(uneven)))
 
 
+def by_strategies(folder):
+    """Estimators whose towers come from a strategy, and the strategies that are for one process."""
+    start()
+    count = jax.process_count()
+
+    def plain(features, labels, mode):
+        loss = est.losses.mean_squared_error(labels, net(features))
+        train_op = est.Optimizer(optax.adam(0.02)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    def estimator(name, strategy):
+        config = est.RunConfig(train_distribute=strategy, eval_distribute=strategy, save_summary_steps=None)
+        return est.Estimator(plain, os.path.join(folder, f"{name}-{count}"), config)
+
+    for strategy in (
+        replicate.CollectiveAllReduceStrategy(num_gpus_per_worker=4 // count),
+        replicate.MirroredStrategy(devices=devices()),
+    ):
+        name = type(strategy).__name__
+        trained = estimator(name, strategy).train(lambda: batches(4))
+        write(folder, name, [trained.get_variable_value("*"), trained.evaluate(uneven)])
+    for strategy in (
+        replicate.MirroredStrategy(num_gpus=0),
+        replicate.OneDeviceStrategy("cpu:0"),
+        replicate.ParameterServerStrategy(),
+    ):
+        attempt(type(strategy).__name__, functools.partial(estimator, "alone", strategy))
+
+
 def attempt(name, call):
     """Says what error a call ends with."""
     try:
