@@ -27,37 +27,27 @@ def train(model_dir):
     return one
 
 
-HANGS = [  # where, who, the phase; one after the other, each in the run that resumes the one before
-    ("input", 1, "input"),
-    ("hook", 1, "hook"),
-    ("collective", 0, "hook"),
-    ("stopped", 1, "hook"),
-    ("save", 0, "checkpoint"),
-    ("restore", 1, "begin"),
-    ("stopped", 0, "hook"),
-    ("end", 1, "end"),
-]
+HANGS = {  # where, who, the phase; one after the other, each in the run that resumes the one before
+    "in training": [("input", 1, "input"), ("hook", 1, "hook"), ("collective", 0, "hook"), ("stopped", 1, "hook")],
+    "at its ends": [("save", 0, "checkpoint"), ("restore", 1, "begin"), ("stopped", 0, "hook"), ("end", 1, "end")],
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    return train(folder / "undisturbed")
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_ends_with_the_others_and_the_next_run_is_equal(folder):
-    model_dir = str(folder / "hangs")
-    for where, who, phase in HANGS:
+@pytest.mark.parametrize("name", HANGS)
+def test_a_process_that_hangs_ends_with_the_others_and_the_next_run_is_equal(folder, undisturbed, name):
+    model_dir = str(folder / name)
+    for where, who, phase in HANGS[name]:
         is_stopped = where == "stopped"
         kills = [(who, signal.SIGSTOP), (1 - who, None), (who, signal.SIGKILL)] if is_stopped else []
         limit = LIMITS.get(phase, 3.0)
-        ended = shared_cluster().end(
-            TRAIN,
-            model_dir,
-            where,
-            who,
-            STEPS,
-            {phase: limit},
-            processes=2,
-            moment=(who, "hangs"),
-            kills=kills,
-            within=limit + 30,
-        )
+        how = {"processes": 2, "moment": (who, "hangs"), "kills": kills, "within": limit + 30}
+        ended = shared_cluster().end(TRAIN, model_dir, where, who, STEPS, {phase: limit}, **how)
         does = "does not answer" if is_stopped else "waits for no other"
         why = rf"process {who} \(host \S+, pid \d+\) {does}, and the limit of .* has passed"
         for index, process in enumerate(ended):
@@ -71,7 +61,7 @@ def test_a_process_that_hangs_ends_with_the_others_and_the_next_run_is_equal(fol
             assert re.search(rf"^Process {index} on \S+: For the last \d+\.\d s it is in phase '{phase}'", report, re.M)
             assert "Thread 'MainThread' (the run), most recent call last:" in report
         assert saved_at(model_dir)[-1] == (STEPS if where == "end" else 4)
-    assert train(model_dir) == train(folder / "undisturbed")
+    assert train(model_dir) == undisturbed
 
 
 @pytest.mark.slow
