@@ -117,9 +117,7 @@ def test_an_evaluator_that_is_killed_continues_where_it_was(tmp_path):
     cluster = shared_cluster()
     # Before it evaluates the third one; after that, before it exports it; and not at all.
     for stop, moment in ((20, "evaluates"), (20, "exports"), (40, "exports")):
-        cluster.start_one(RUN, tmp_path, 40, stop, moment)
-        cluster.kill()
-        assert cluster.ended()[0].code == -signal.SIGKILL
+        assert cluster.end(RUN, tmp_path, 40, stop, moment)[0].code == -signal.SIGKILL
     (ended,) = cluster.run(RUN, tmp_path, 40, None, None, processes=1)
     assert ended.code == 0 and "result 40 ['40']" in ended.lines
     assert evaluated(estimator) == [0, 10, 20, 30, 40]

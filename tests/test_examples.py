@@ -15,14 +15,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 AS_USERS_COMPILE = ["flax_module.py", "resume.py"]  # slow convolutions otherwise; bits that are compared
 SEVERAL_RUNS = ["block_sync.py"]  # in one process, each with a log
 OTHER_LINES = r"\] (Calling model_fn |Evaluation: |Exported |Values of \d towers on cpu are summed by )"
-FRESH = ["digits.py", "-mpytest"]  # in a fresh interpreter, as the README says; the others in a copy of one
+FRESH = [("digits.py", "--towers=4"), ("-mpytest", "-s")]  # in fresh interpreters, as users do; others in a copy of one
 
 
 @functools.cache
 def run(example: str, *args: str) -> tuple[str, str]:
     """What an example writes to stdout and to stderr; run once for each `args`."""
     flags = {"XLA_FLAGS": ""} if example in AS_USERS_COMPILE else {}
-    if example not in FRESH:
+    if (example, *args[:1]) not in FRESH:
         return run_script(f"examples/{example}", *args, folder=ROOT, **flags)
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
@@ -118,8 +118,8 @@ def test_a_flax_module_reads_digits_right(trained, towers):
 
 
 def test_an_nnx_model_reads_digits_right():
-    stdout, _ = run("flax_module.py", "--nnx")
-    assert accuracy(stdout) >= 0.97
+    stdout, _ = run("flax_module.py", "--nnx", "--steps=150")
+    assert accuracy(stdout) >= 0.95
 
 
 @pytest.mark.parametrize("package", ["haiku", "equinox"])

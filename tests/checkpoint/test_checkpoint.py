@@ -7,37 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from testing.cluster import shared_cluster
+from testing.scenarios.lives import State, make_state
 
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints, CheckpointWriteError
 from estimator.checkpoint._model_dir import list_sound
 from estimator.storage._sealed_folder import SealedFolder
-
-
-class State(NamedTuple):
-    variables: Any
-    slots: Any
-    global_step: Any
-    key: Any
-
-
-def make_state(step=0):
-    variables = {
-        "w1": jnp.full((8, 2), step, jnp.float32),
-        "scope/b": jnp.arange(3, dtype=jnp.bfloat16),
-        "net": {"params": {"Dense_0": {"kernel": jnp.ones((2, 2)) * 3}}},
-        "count": jnp.int32(step),
-    }
-    slots = {"adam": optax.adam(0.1).init(variables), "sgd": optax.sgd(0.1).init(variables)}
-    return State(variables, slots, jnp.int32(step), jax.random.key(step))
 
 
 def abstract(state, sharding=None):
@@ -383,16 +365,6 @@ def test_what_cannot_be_written_is_named_with_its_cause(tmp_path):
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-WRITER = """
-import sys
-from test_checkpoint import make_state
-from estimator.checkpoint._checkpoints import Checkpoints
-checkpoints = Checkpoints(sys.argv[1], 2)
-step = int(sys.argv[2])
-while True:
-    step += 1
-    checkpoints.save(make_state(step))
-"""
 
 
 def newest_step(checkpoints):
@@ -401,18 +373,13 @@ def newest_step(checkpoints):
 
 
 def test_after_a_kill_in_the_middle_of_saving_the_latest_is_whole(tmp_path):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "checkpoint")])}
-    directory = tmp_path / "model"
+    directory, cluster = tmp_path / "model", shared_cluster()
     like, reader, step = abstract(make_state()), Checkpoints(directory), 0
     for turn in range(4):
-        command = [sys.executable, "-c", WRITER, str(directory), str(step)]
-        with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as process:
-            deadline = time.monotonic() + 60
-            while newest_step(reader) < step + 3:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.003)
-            time.sleep(0.007 * turn)  # Another moment of a save that takes some 30 ms.
-            process.send_signal(signal.SIGKILL)
+        cluster.start("testing.scenarios.lives.save_endlessly", directory, step, processes=1)
+        cluster.wait_until(lambda last=step: newest_step(reader) >= last + 3, "it has not saved three times")
+        time.sleep(0.007 * turn)  # Another moment of a save that takes some 30 ms.
+        assert cluster.ended(kill=True)[0].code == -signal.SIGKILL
         step = newest_step(reader)
         assert_same(Checkpoint(reader.latest()).restore(like), make_state(step))
     Checkpoints(directory, 2).save(make_state(step + 1))

@@ -158,9 +158,7 @@ def test_predictions_that_no_one_asks_for_are_no_stall(tmp_path, path):
 
 @pytest.mark.covers("4 watchdog")
 def test_a_stall_ends_the_process_where_that_is_asked_for(tmp_path):
-    process = shared_cluster()
-    process.start_one("testing.scenarios.lives.stall", str(tmp_path), until="hangs")
-    (ended,) = process.ended()
+    (ended,) = shared_cluster().run("testing.scenarios.lives.stall", str(tmp_path), processes=1)
     line = "initialize_distributed: the limit of phase 'input', 1 s, has passed. It ends with exit code 76."
     assert (ended.code, ended.lines[-1]) == (76, line)
     assert any("Thread 'MainThread' (the run)" in line for line in ended.lines)

@@ -5,12 +5,10 @@ import dataclasses
 import errno
 import json
 import os
-import pathlib
 import pkgutil
 import re
 import resource
 import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,14 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from testing.cluster import shared_cluster
 from testing.estimators import X, Y, endless, make, times
 from testing.hooks import When
-from testing.summaries import KILLED, read, showing
+from testing.summaries import read, showing
 
 import estimator as est
 from estimator.summary._trackers import Run
-
-ROOT = str(pathlib.Path(__file__).parents[2])
 
 
 def rows(directory):
@@ -316,11 +313,8 @@ def test_damaged_lines_of_a_csv_file_are_removed_and_said(tmp_path, messages):
 
 def kill(model_dir, tracker):
     """Trains until a kill at step 150, after a checkpoint at 100."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([ROOT, f"{ROOT}/tests"])}
-    command = [sys.executable, "-c", KILLED, str(model_dir), tracker]
-    environment.pop("WANDB_SERVICE", None)  # of this process, which would hold the run after the kill
-    process = subprocess.run(command, env=environment, capture_output=True)
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    (ended,) = shared_cluster().run("testing.scenarios.lives.train_until_killed", model_dir, tracker, processes=1)
+    assert ended.code == -signal.SIGKILL, ended.lines
     return (model_dir / "run_id.txt").read_text()
 
 

@@ -2,10 +2,10 @@
 
 import re
 import signal
-import time
 
 import pytest
 from testing.cluster import shared_cluster
+from testing.estimators import saved_at
 from testing.outcomes import merged, run
 
 import estimator as est
@@ -20,11 +20,17 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("limits")
 
 
-def train(model_dir, steps=STEPS):
+def train(model_dir):
     """Trains where nothing hangs; returns the variables, the same in both processes."""
-    one, other = (merged(rows)["values"] for rows in run(TRAIN, str(model_dir), None, None, steps, {}))
+    one, other = (merged(rows)["values"] for rows in run(TRAIN, str(model_dir), None, None, STEPS, {}))
     assert one == other
     return one
+
+
+HANGS = {  # where, who, the phase; one after the other, each in the run that resumes the one before
+    "in training": [("input", 1, "input"), ("hook", 1, "hook"), ("collective", 0, "hook"), ("stopped", 1, "hook")],
+    "at its ends": [("save", 0, "checkpoint"), ("restore", 1, "begin"), ("stopped", 0, "hook"), ("end", 1, "end")],
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,44 +39,28 @@ def undisturbed(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "who", "phase"),
-    [
-        ("input", 1, "input"),
-        ("restore", 1, "begin"),
-        ("save", 0, "checkpoint"),
-        ("hook", 1, "hook"),
-        ("end", 1, "end"),
-        ("collective", 0, "hook"),
-        ("stopped", 1, "hook"),
-        ("stopped", 0, "hook"),
-    ],
-)
-def test_a_process_that_hangs_ends_with_the_others_and_the_next_run_is_equal(folder, undisturbed, where, who, phase):
-    cluster, model_dir = shared_cluster(), str(folder / f"{where}-{who}")
-    if where == "restore":
-        train(model_dir, 4)
-    cluster.start(TRAIN, model_dir, where, who, STEPS, {phase: LIMITS.get(phase, 3.0)})
-    cluster.wait_for(who, "hangs")
-    began = time.monotonic()
-    if where == "stopped":
-        cluster.kill(who, signal.SIGSTOP)
-        cluster.wait_for_end(1 - who)
-        cluster.kill(who)
-    ended = cluster.ended()
-    assert time.monotonic() - began < LIMITS.get(phase, 3.0) + 30
-    does = "does not answer" if where == "stopped" else "waits for no other"
-    why = rf"process {who} \(host \S+, pid \d+\) {does}, and the limit of .* has passed"
-    for index, process in enumerate(ended):
-        lines = "\n".join(process.lines)
-        if where == "stopped" and index == who:
-            assert process.code == -signal.SIGKILL
-            continue
-        assert process.code == 76, lines
-        assert re.search(rf"^initialize_distributed: {why}\. It ends with exit code 76\.$", lines, re.M), lines
-        report = lines[re.search(rf"{why}\.$", lines, re.M).start() :]
-        assert re.search(rf"^Process {index} on \S+: For the last \d+\.\d s it is in phase '{phase}'", report, re.M)
-        assert "Thread 'MainThread' (the run), most recent call last:" in report
+@pytest.mark.parametrize("name", HANGS)
+def test_a_process_that_hangs_ends_with_the_others_and_the_next_run_is_equal(folder, undisturbed, name):
+    model_dir = str(folder / name)
+    for where, who, phase in HANGS[name]:
+        is_stopped = where == "stopped"
+        kills = [(who, signal.SIGSTOP), (1 - who, None), (who, signal.SIGKILL)] if is_stopped else []
+        limit = LIMITS.get(phase, 3.0)
+        how = {"processes": 2, "moment": (who, "hangs"), "kills": kills, "within": limit + 30}
+        ended = shared_cluster().end(TRAIN, model_dir, where, who, STEPS, {phase: limit}, **how)
+        does = "does not answer" if is_stopped else "waits for no other"
+        why = rf"process {who} \(host \S+, pid \d+\) {does}, and the limit of .* has passed"
+        for index, process in enumerate(ended):
+            lines = "\n".join([f"{where} in {who}:", *process.lines])
+            if is_stopped and index == who:
+                assert process.code == -signal.SIGKILL, lines
+                continue
+            assert process.code == 76, lines
+            assert re.search(rf"^initialize_distributed: {why}\. It ends with exit code 76\.$", lines, re.M), lines
+            report = lines[re.search(rf"{why}\.$", lines, re.M).start() :]
+            assert re.search(rf"^Process {index} on \S+: For the last \d+\.\d s it is in phase '{phase}'", report, re.M)
+            assert "Thread 'MainThread' (the run), most recent call last:" in report
+        assert saved_at(model_dir)[-1] == (STEPS if where == "end" else 4)
     assert train(model_dir) == undisturbed
 
 

@@ -61,11 +61,7 @@ def test_one_that_dies_is_named_by_the_others_which_end(case):
 
 
 def test_a_loss_is_seen_from_python_and_can_be_caught():
-    cluster = shared_cluster()
-    cluster.start(WORK, 1, "poll")
-    cluster.wait_for(1, "working")
-    cluster.kill(1)
-    ended = cluster.ended()
+    ended = shared_cluster().end(WORK, 1, "poll", processes=2, moment=(1, "working"), kills=[(1, signal.SIGKILL)])
     loss = loss_of(ended, 1) + SILENT
     assert ended[1].code == -signal.SIGKILL
     assert f"lost: {loss}" in ended[0].lines
@@ -78,14 +74,8 @@ def test_a_loss_is_seen_from_python_and_can_be_caught():
 
 
 def test_one_that_is_stopped_counts_as_dead_and_ends_when_it_wakes():
-    cluster = shared_cluster()
-    cluster.start(WORK, -1, "stop", processes=3)
-    cluster.wait_for(2, "working")
-    cluster.kill(2, signal.SIGSTOP)
-    cluster.wait_for_end(1)
-    cluster.wait_for_end(0)
-    cluster.kill(2, signal.SIGCONT)
-    ended = cluster.ended()
+    kills = [(2, signal.SIGSTOP), (1, None), (0, None), (2, signal.SIGCONT)]
+    ended = shared_cluster().end(WORK, -1, "stop", processes=3, moment=(2, "working"), kills=kills)
     for process in ended[:2]:
         assert process.code == 76
         assert_names(process, loss_of(ended, 2) + SILENT)

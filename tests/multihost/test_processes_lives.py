@@ -145,14 +145,8 @@ TERMINATED = {  # what runs, which process is waited for and who gets the signal
 @pytest.mark.parametrize("case", TERMINATED)
 def test_a_signal_to_any_process_ends_all_with_a_checkpoint_of_the_same_step(tmp_path, case, number, code):
     function, args, moment, who, steps = TERMINATED[case]
-    cluster = shared_cluster()
-    cluster.start(f"testing.scenarios.team_lives.{function}", str(tmp_path), *args)
-    cluster.wait_for(*moment)
-    for index in who:
-        cluster.kill(index, number)
-    began = time.monotonic()
-    ended = cluster.ended()
-    assert time.monotonic() - began < 40  # on a busy machine; inputs block for 60
+    scenario, kills = f"testing.scenarios.team_lives.{function}", [(index, number) for index in who]
+    ended = shared_cluster().end(scenario, str(tmp_path), *args, processes=2, moment=moment, kills=kills)
     for process in ended:
         assert process.code == code, "\n".join(process.lines)
     report, other = (said(process.lines)[-1] for process in ended)

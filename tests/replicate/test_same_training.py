@@ -268,9 +268,8 @@ LAYERED = {name: RUNNERS[name] for name in ONE_OF_A_KIND} | {
 
 def layered_cases():
     """Every runner in one drive, which is traced alike in all: loops and Estimators of few layers have every runner in
-    `test_training_matches_one_device` and in `placement/test_distributions.py`."""
+    `test_training_matches_one_device` and in `placement/test_distributions.py`; in blocks all layers have loops."""
     yield from ((runner, "step") for runner in LAYERED)
-    yield "server", "loop"
     yield "4 towers", "Estimator"
 
 

@@ -118,7 +118,7 @@ def is_sound(path):
 
 
 @pytest.mark.slow
-def test_a_training_that_is_killed_and_damaged_again_and_again_ends_as_one_that_was_not(tmp_path, secs=60, seed=1):
+def test_a_training_that_is_killed_and_damaged_again_and_again_ends_as_one_that_was_not(tmp_path, secs=20, seed=1):
     """With more of `secs`, a soak; prints the numbers of kills and damages."""
     rng, soak, end, count = random.Random(seed), Soak(tmp_path, seed), time.monotonic() + secs, 0
 

@@ -119,9 +119,7 @@ def test_a_run_killed_in_the_middle_of_uploads_resumes_to_the_same_bits(bucket, 
         ("ckpt-20/arrays/variables/w/0.0", [0, 10]),
         ("ckpt-30/commit_success.txt", [0, 10, 20]),  # the last one
     ]:
-        cluster.start_one(train, killed, stop_at, until="uploading")
-        cluster.kill()
-        assert cluster.ended()[0].code == -signal.SIGKILL
+        assert cluster.end(train, killed, stop_at, moment=(0, "uploading"))[0].code == -signal.SIGKILL
         assert steps(killed) == left
         for each in est.checkpoints(killed):
             assert Checkpoint(each.path).read_all(["*"])

@@ -3,13 +3,13 @@
 import math
 import os
 import signal
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from testing.cluster import shared_cluster
 from testing.estimators import X, Y, endless, make
-from testing.summaries import KILLED, Fails, changing, read, scalars, steps_of
+from testing.summaries import Fails, changing, read, scalars, steps_of
 
 import estimator as est
 
@@ -27,9 +27,8 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
 
 @pytest.mark.covers("4 SummarySaverHook")
 def test_a_killed_run_has_written_up_to_its_checkpoint(tmp_path):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, capture_output=True)
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    (ended,) = shared_cluster().run("testing.scenarios.lives.train_until_killed", tmp_path, processes=1)
+    assert ended.code == -signal.SIGKILL, ended.lines
     known = list(read(tmp_path))
     assert known == list(range(1, known[-1] + 1, 10)) and known[-1] >= 91
     make(tmp_path, save_summary_steps=10).train(endless, steps=60)

@@ -57,10 +57,31 @@ class Cluster:
         self._server.stdin.flush()
         self.pids = self._read()
 
-    def start_one(self, function, *args, until="blocked"):
-        """Starts a single process, and waits for a line of it."""
+    def start_one(self, function, *args):
+        """Starts a single process, and waits until it blocks."""
         self.start(function, *args, processes=1)
-        self.wait_for(0, until)
+        self.wait_for(0, "blocked")
+
+    def end(
+        self, function, *args, processes=1, moment=(0, "blocked"), kills=((0, signal.SIGKILL),), within=40, later=0
+    ):
+        """Starts processes, ends them at a moment, and returns a list of `Ended`.
+
+        Args:
+          moment: the process that is waited for, and the line of it.
+          kills: pairs of a process and the signal that it gets then, in this order; None waits for its end instead.
+          within: the seconds in which all must have ended: many, for busy machines, but fewer than inputs block for.
+          later: the seconds between the moment and the first signal.
+        """
+        self.start(function, *args, processes=processes)
+        self.wait_for(*moment)
+        time.sleep(later)
+        began = time.monotonic()
+        for index, number in kills:
+            self.wait_for_end(index) if number is None else self.kill(index, number)
+        ended = self.ended()
+        assert time.monotonic() - began < within, [process.lines for process in ended]
+        return ended
 
     def wait_for(self, index, line):
         """Waits until a process has written a line."""

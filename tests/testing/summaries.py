@@ -103,23 +103,3 @@ def showing(features, labels, mode):
 
 def read(directory, tag="loss"):
     return {row["step"]: row[tag] for row in est.read_history(directory) if tag in row}
-
-
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, "tests")
-import estimator as est
-from testing.estimators import endless, make
-from testing.hooks import When
-
-def kill(context):
-    context.look()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-model_dir, *trackers = sys.argv[1:]
-config = dict(save_summary_steps=10, save_checkpoints_steps=100, save_checkpoints_async=False)
-make(model_dir, trackers=[eval(each) for each in trackers], **config).train(
-    endless, hooks=[When(150, after_run=kill)]
-)
-"""
-"""A program that is killed after step 150; its arguments are a model_dir and trackers."""

@@ -5,7 +5,6 @@ import time
 
 import pytest
 from testing.website import browser
-from testing.website.build import build
 
 WIDTHS = 1280, 390
 WRONG = """(() => {
@@ -33,12 +32,10 @@ def window():
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(site_folder):
     """The folder and the address of the built site."""
-    folder = tmp_path_factory.mktemp("site")
-    build(folder)
-    with browser.served(folder) as address:
-        yield folder, address
+    with browser.served(site_folder) as address:
+        yield site_folder, address
 
 
 def test_no_page_has_an_error_a_missing_picture_or_scrolls_sideways(window, site):

@@ -10,7 +10,6 @@ import runpy
 import urllib.parse
 
 import pytest
-from testing.website.build import build
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -66,11 +65,9 @@ class Page(html.parser.HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(site_folder):
     """The pages of the built site by their paths."""
-    folder = tmp_path_factory.mktemp("site")
-    build(folder)
-    return {path: Page(path) for path in folder.rglob("*.html")}
+    return {path: Page(path) for path in site_folder.rglob("*.html")}
 
 
 def test_every_page_has_a_title_and_one_heading_at_its_top(site):

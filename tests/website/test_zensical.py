@@ -10,9 +10,9 @@ import subprocess
 import sys
 
 import pytest
-from testing.website.build import ROOT, build
 
 pytest.importorskip("zensical", reason="zensical is not installed; .ci/run installs it")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 OWN = {"__skip"}  # the id of Zensical's link to the text
 
 
@@ -50,17 +50,16 @@ def sections(entries):
 
 
 @pytest.fixture(scope="module")
-def sites(tmp_path_factory):
+def sites(site_folder, tmp_path_factory):
     """The folders that MkDocs and Zensical build."""
-    plain, site = tmp_path_factory.mktemp("plain") / "pages", tmp_path_factory.mktemp("site")
-    build(site)
+    plain = tmp_path_factory.mktemp("plain") / "pages"
     for command in (
         ["docs/plain_pages.py", plain],
         ["-m", "zensical", "build", "--strict", "-f", plain / "mkdocs.yml"],
     ):
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, encoding="utf-8")
         assert done.returncode == 0, done.stdout + done.stderr
-    return site, plain / "site"
+    return site_folder, plain / "site"
 
 
 def test_zensical_builds_the_pages_of_mkdocs(sites):

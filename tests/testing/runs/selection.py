@@ -24,7 +24,6 @@ USES = {
     "testing.object_store": "library",
     "testing.processes": "multiprocess",
     "testing.website.browser": "site",
-    "testing.website.build": "site",
     "testing.website.scripts": "subprocess",
 }
 FOLDERS = {"website": "site"}  # in tests/

@@ -3,9 +3,11 @@
 import itertools
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,9 @@ import optax
 import orbax.checkpoint as ocp
 
 import estimator as est
-from testing.estimators import X, Y, make, saved_at, times
-from testing.hooks import At
+from estimator.checkpoint._checkpoints import Checkpoints
+from testing.estimators import X, Y, endless, make, saved_at, times
+from testing.hooks import At, When
 
 
 def endless_training(model_dir, keep=2):
@@ -28,6 +31,47 @@ def endless_training(model_dir, keep=2):
         yield from itertools.repeat((X, Y))
 
     make(model_dir, save_checkpoints_steps=1, keep_checkpoint_max=keep).train(input_fn)
+
+
+class State(NamedTuple):
+    """What a checkpoint takes, of several kinds of leaves."""
+
+    variables: Any
+    slots: Any
+    global_step: Any
+    key: Any
+
+
+def make_state(step=0):
+    variables = {
+        "w1": jnp.full((8, 2), step, jnp.float32),
+        "scope/b": jnp.arange(3, dtype=jnp.bfloat16),
+        "net": {"params": {"Dense_0": {"kernel": jnp.ones((2, 2)) * 3}}},
+        "count": jnp.int32(step),
+    }
+    slots = {"adam": optax.adam(0.1).init(variables), "sgd": optax.sgd(0.1).init(variables)}
+    return State(variables, slots, jnp.int32(step), jax.random.key(step))
+
+
+def save_endlessly(directory, step):
+    """Saves every step after this one, and keeps two."""
+    checkpoints = Checkpoints(directory, 2)
+    for each in itertools.count(step + 1):
+        checkpoints.save(make_state(each))
+
+
+def train_until_killed(model_dir, *trackers):
+    """Is killed after step 150 by itself; a checkpoint is that of step 100."""
+    os.environ.pop("WANDB_SERVICE", None)  # of the tests' process, which would hold the run after the kill
+    os.chdir(os.path.dirname(model_dir))  # where MLflow makes a folder
+
+    def kill(context):
+        context.look()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    config = {"save_summary_steps": 10, "save_checkpoints_steps": 100, "save_checkpoints_async": False}
+    trained = make(model_dir, trackers=[eval(each) for each in trackers], **config)
+    trained.train(endless, hooks=[When(150, after_run=kill)])
 
 
 def deep(features, labels, mode):
