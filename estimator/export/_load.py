@@ -16,6 +16,7 @@ from estimator.core._typing import Features, PyTree
 from estimator.export._export_model import name_leaves
 from estimator.runtime._program import Program
 from estimator.storage._files import expand
+from estimator.variables._class_names import ClassNames
 
 
 class ExportedModel:
@@ -51,7 +52,10 @@ class ExportedModel:
             raise ValueError(f"{self.path} has no signature {signature!r}; it has {sorted(self.signatures)}.")
         _check_features(features, self.features)
         outputs = jax.device_get(self._programs[signature](self._weights, features))
-        names = self.metadata["signatures"][signature].get("class_names")
+        entry = self.metadata["signatures"][signature]
+        for name, names in entry.get("strings", {}).items():
+            outputs[name] = np.asarray(ClassNames(outputs[name], names))
+        names = entry.get("class_names")
         return outputs if names is None else {**outputs, "classes": np.array(names)}
 
     def __repr__(self) -> str:
