@@ -243,7 +243,8 @@ def write_export(
             os.makedirs(os.path.dirname(path), exist_ok=True)
             shutil.copy(source, path)
         with open(os.path.join(folder, README_FILE), "w", encoding="utf-8") as file:
-            file.write(_readme(features, options.batch_size))
+            has_strings = any(signature.strings for signature in signatures.values())
+            file.write(_readme(features, options.batch_size, has_strings))
         if write_more is not None:
             write_more(folder, signatures, values, options.receiver)
         # Written after the files that it names: without it a folder is not an export.
@@ -371,8 +372,10 @@ class _Zeros:
         return f'np.zeros({shape}, "{np.dtype(self._like.dtype).name}")'
 
 
-def _readme(features: Features, batch_size: int | None) -> str:
+def _readme(features: Features, batch_size: int | None, has_strings: bool) -> str:
     batch = "Batches may have any size." if batch_size is None else f"Batches have {batch_size} examples."
+    if has_strings:
+        batch += ' Outputs that "strings" of a signature in metadata.json names are positions in those strings.'
     return _README.format(features=jax.tree.map(_Zeros, features), batch=batch, jax=jax.__version__)
 
 

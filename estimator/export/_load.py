@@ -23,8 +23,9 @@ class ExportedModel:
     """A model that `load_exported` has read.
 
     `model(features, signature="serving_default")` returns the outputs as numpy arrays by name: for a `PredictOutput`
-    its keys (nested ones joined by "/", a single array is "output"), for a `ClassificationOutput` "scores" and
-    "classes", for a `RegressionOutput` "value". Each batch size is compiled at its first call. Threads may share it.
+    its keys (nested ones joined by "/", a single array is "output"; classes of a head are strings), for a
+    `ClassificationOutput` "scores" and "classes", for a `RegressionOutput` "value". Each batch size is compiled at its
+    first call. Threads may share it.
 
     Attributes:
       path: the folder.

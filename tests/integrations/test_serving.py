@@ -132,6 +132,7 @@ def check_servable(path, methods):
 
 
 @pytest.mark.slow
+@pytest.mark.covers("1.2 export_saved_model", "9 build_parsing_serving_input_receiver_fn", "9 signatures")
 @pytest.mark.parametrize("kind", SIGNATURES)
 def test_the_answer_to_serialized_examples_is_what_predict_gives_for_the_parsed_features(kind, columns, tmp_path):
     estimator = train(kind, columns, tmp_path / "model")
@@ -201,6 +202,7 @@ def test_a_session_answers_as_serving_runs_it_also_where_examples_share_a_contex
 
 
 @pytest.mark.slow
+@pytest.mark.covers("9 build_raw_serving_input_receiver_fn")
 def test_raw_features_may_be_strings_and_sequences_have_the_steps_of_a_request(tmp_path):
     words = fc.sequence_categorical_column_with_vocabulary_list("words", ["a", "b"])
     columns = [fc.indicator_column(words), fc.sequence_numeric_column("rating")]
@@ -302,6 +304,7 @@ def test_what_cannot_be_received_is_refused_when_the_function_is_built(build, er
         build()
 
 
+@pytest.mark.covers("9 receiver fn")
 def test_what_an_export_cannot_take_is_refused_at_the_door(tmp_path):
     estimator = est.Estimator(own_model_fn, tmp_path / "model", params=[])
     fn = RAW({"x": np.ones((2, 3), np.float32)})
