@@ -35,14 +35,21 @@ def needs_params(model_fn: ModelFn) -> bool:
     return params is not None and params.default is params.empty
 
 
-def writer_of(format: object) -> Callable[..., None] | None:
+def writer_of(format: object, has_receiver: bool) -> Callable[..., None] | None:
     """The function that writes a format of `export_model` beside the programs of jax, or None if there is none.
 
     Raises:
-      ValueError: the format is unknown.
+      ValueError: the format is unknown, or takes no serving_input_receiver_fn.
       ImportError: the package that the format needs is not installed.
     """
+    if format is None:
+        format = "saved_model" if has_receiver else "jax"
     if format == "jax":
+        if has_receiver:
+            raise ValueError(
+                'A serving_input_receiver_fn is for `format="saved_model"`, in which TensorFlow reads requests; got '
+                "format='jax'. For programs of jax give example_features: `next(iter(input_fn()))[0]`."
+            )
         return None
     if format != "saved_model":
         raise ValueError(f'format of `export_model` must be "jax" or "saved_model"; got {format!r}.')

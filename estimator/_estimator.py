@@ -42,6 +42,7 @@ from estimator.runtime._table import ShownAsTable, Table
 
 if TYPE_CHECKING:
     from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
+    from estimator.export._serving import ReceiverFn
 
 
 class Estimator(ShownAsTable):
@@ -346,7 +347,7 @@ class Estimator(ShownAsTable):
         batch_size: int | None = None,
         platforms: Sequence[str] = ("cpu", "cuda"),
         outputs: str | Sequence[str] | None = None,
-        format: str = "jax",
+        format: str | None = None,
     ) -> str:
         """Writes what `predict` computes to a new folder; `est.load_exported` runs it without this model_fn.
 
@@ -360,7 +361,8 @@ class Estimator(ShownAsTable):
         Args:
           export_dir_base: where to make the folder.
           example_features: of a batch, as the model_fn takes them, in dicts, lists and tuples: arrays, or
-            `jax.ShapeDtypeStruct`s. Only shapes and dtypes count.
+            `jax.ShapeDtypeStruct`s. Only shapes and dtypes count. Or a serving_input_receiver_fn, which `est.export`
+            builds, as for `export_saved_model`.
           checkpoint_path: which one to export; default: the newest, or, without any, what a warm start begins with.
           assets_extra: files to copy into the folder's `assets.extra/`, by their path in there.
           batch_size: the only batch size to export for, if the model_fn has to know the number of examples.
@@ -368,7 +370,8 @@ class Estimator(ShownAsTable):
           outputs: names of predictions and `est.record`ed values to export instead of `export_outputs`, with only the
             operations, weights and features they need. Batch-major; a scalar is one number for the whole batch.
           format: "jax", or "saved_model": then the folder is a SavedModel of TensorFlow, too, with the same signatures,
-            for `tf.saved_model.load` and TensorFlow Serving. Needs TensorFlow, of the extra `saved_model`.
+            for `tf.saved_model.load` and TensorFlow Serving. Needs TensorFlow, of the extra `saved_model`. If None,
+            "saved_model" for a serving_input_receiver_fn, else "jax".
 
         Returns:
           The path of the folder.
@@ -384,7 +387,7 @@ class Estimator(ShownAsTable):
         from estimator.export._export_model import check_arguments, write_export
 
         options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)
-        write_more = writer_of(format)
+        write_more = writer_of(format, has_receiver=options.receiver is not None)
 
         def export() -> str:
             # A group of one: only process 0 is here, and would wait for the others for ever.
@@ -397,6 +400,47 @@ class Estimator(ShownAsTable):
             return write_export(export_dir_base, call, state, options, write_more)
 
         return run_on_chief("export_model", export)
+
+    def export_saved_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        serving_input_receiver_fn: ReceiverFn,
+        assets_extra: Mapping[str, str | os.PathLike[str]] | None = None,
+        as_text: bool = False,
+        checkpoint_path: str | None = None,
+    ) -> str:
+        """Writes a SavedModel of TensorFlow to a new folder, for the clients of TensorFlow Serving.
+
+        It is `export_model(..., format="saved_model")`. Where clients send `tf.Example`s, signatures are as
+        TensorFlow's Estimator made them: a `ClassificationOutput` answers a Classify request ("inputs") by "scores"
+        and "classes", a `RegressionOutput` a Regress request ("inputs") by "outputs", and a `PredictOutput` a Predict
+        request ("examples") by its outputs, strings included. Vocabulary files are in `assets/`.
+
+        Args:
+          export_dir_base: where to make the folder.
+          serving_input_receiver_fn: what `est.export.build_parsing_serving_input_receiver_fn` or
+            `build_raw_serving_input_receiver_fn` returns.
+          assets_extra, checkpoint_path: as for `export_model`.
+          as_text: must be False.
+
+        Returns:
+          The path of the folder.
+
+        Raises:
+          ValueError: there is no receiver, `as_text` is True, or as for `export_model`.
+          TypeError: the receiver is another function.
+          ImportError: TensorFlow is not installed.
+        """
+        if serving_input_receiver_fn is None:
+            raise ValueError("An input_receiver_fn must be defined.")
+        if as_text:
+            raise ValueError("`export_saved_model` writes no text; got as_text=True. Leave it out.")
+        from estimator.export._serving import as_receiver
+
+        receiver = as_receiver("export_saved_model", serving_input_receiver_fn)
+        return self.export_model(
+            export_dir_base, receiver, assets_extra=assets_extra, checkpoint_path=checkpoint_path, format="saved_model"
+        )
 
     def latest_checkpoint(self) -> str | None:
         """The path of the newest complete checkpoint, or None."""

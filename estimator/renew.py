@@ -64,7 +64,7 @@ def renew_export(
     options = _read_options(folder)
     like = transform(model_fn, params, config).abstract_init(options.features, mode=ModeKeys.PREDICT)
     state = _as_state(folder, like, options)
-    write_more = writer_of("saved_model" if "saved_model.pb" in folder.files else "jax")
+    write_more = writer_of("saved_model" if "saved_model.pb" in folder.files else "jax", has_receiver=False)
     return write_export(os.path.dirname(folder.path), bind(model_fn, params, config), state, options, write_more)
 
 
@@ -74,6 +74,11 @@ def _read_options(folder: ExportFolder) -> Options:
         raise ValueError(
             f"The exported model at {folder.path} does not have the arguments of its export in metadata.json. Export "
             "it from its checkpoint by `Estimator.export_model`."
+        )
+    if arguments.get("has_receiver"):
+        raise ValueError(
+            f"The exported model at {folder.path} reads requests by a serving_input_receiver_fn, which is not in it. "
+            "Its SavedModel does not expire; export it once more from its checkpoint by `Estimator.export_saved_model`."
         )
     files = folder.files
     assets = {name.removeprefix(f"{ASSETS_DIR}/"): file for name, file in files.items() if name.startswith(ASSETS_DIR)}

@@ -324,9 +324,9 @@ def test_properties(tmp_path):
         (
             "estimator",
             "export_savedmodel",
-            "no attribute 'export_savedmodel'; here it is `estimator.export_model(export_d",
+            "no attribute 'export_savedmodel'; here it is `estimator.export_saved_model(export_d",
         ),
-        ("estimator", "export_saved_model", "here it is `estimator.export_model(export_dir_base"),
+        ("estimator", "experimental_export_all_saved_models", "here it is `estimator.export_model(export_dir_base"),
         ("estimator", "trian", "'Estimator' object has no attribute 'trian'"),
         (
             "layers",

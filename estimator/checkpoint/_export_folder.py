@@ -113,13 +113,16 @@ def _check_signatures(metadata: dict[str, Any]) -> None:
         raise ValueError(f"the version of jax is {metadata['versions']['jax']!r:.100}")
     for name, entry in metadata["signatures"].items():
         match entry:
-            case {"file": str(), "class_names": [*names]} if all(isinstance(x, str) for x in names):
-                continue
-            case {"file": str()} if "class_names" not in entry:
-                continue
+            case {"file": str()} if _are_strings(entry.get("class_names", [])):
+                if all(names is None or _are_strings(names) for names in entry.get("strings", {}).values()):
+                    continue
         raise ValueError(f"the signature {name!r} needs a file, and has {entry!r:.100}")
     if DEFAULT_SIGNATURE not in metadata["signatures"]:
         raise ValueError(f"there is no signature {DEFAULT_SIGNATURE!r}")
+
+
+def _are_strings(names: Any) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 def is_export(path: str) -> bool:

@@ -9,9 +9,21 @@ from estimator.core._export_output import (
     PredictOutput,
     RegressionOutput,
 )
-from estimator.porting._missing_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_loaded_later as _names_loaded_later
 
-__all__ = ["ClassificationOutput", "DEFAULT_SIGNATURE", "ExportOutput", "PredictOutput", "RegressionOutput"]
+__all__ = [
+    "ClassificationOutput",
+    "DEFAULT_SIGNATURE",
+    "ExportOutput",
+    "PredictOutput",
+    "RegressionOutput",
+    "build_parsing_serving_input_receiver_fn",
+    "build_raw_serving_input_receiver_fn",
+]
 
-if not TYPE_CHECKING:  # which would take any name for an attribute
-    __getattr__ = _names_missing_in(__name__)
+if TYPE_CHECKING:
+    from estimator.export._serving import build_parsing_serving_input_receiver_fn, build_raw_serving_input_receiver_fn
+else:
+    __getattr__, __dir__ = _names_loaded_later(
+        __name__, {"_serving": "build_parsing_serving_input_receiver_fn build_raw_serving_input_receiver_fn"}
+    )

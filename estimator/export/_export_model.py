@@ -8,7 +8,8 @@ An exported folder holds
     checksums.json              the sizes and CRC-32C of these files, and of the assets
     README.md                   how to load it without this library
     assets.extra/               what the caller gave
-    saved_model.pb, variables/  for `format="saved_model"`: a SavedModel of the same signatures
+    saved_model.pb, variables/, assets/
+                                for `format="saved_model"`: a SavedModel of the same signatures
 
 Of a part of a model, `export_model(..., outputs=[...])`, it holds the weights and features that this part needs.
 
@@ -56,11 +57,12 @@ from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
 from estimator.export._arguments import describe_features
 from estimator.export._chosen_outputs import check_rows, checked_outputs, choose_outputs, prune_unused
+from estimator.export._serving import ServingInputReceiver, as_receiver, is_receiver
 from estimator.runtime._program import Program
 from estimator.steps._gradients import run_model_fn
 from estimator.storage._files import expand, is_url, list_dir, rename
 from estimator.storage._folders import upload
-from estimator.variables._class_names import without_strings
+from estimator.variables._class_names import are_names
 
 ASSETS_DIR = "assets.extra"
 _EXPORT = re.compile(r"\d{10}")
@@ -100,6 +102,7 @@ class Options:
       batch_size: of the program; if None, it takes any.
       platforms: names of jax's platforms.
       outputs: the names of the values to export; if None, the `export_outputs`.
+      receiver: what clients send; if None, the features.
     """
 
     features: Features
@@ -107,19 +110,61 @@ class Options:
     batch_size: int | None
     platforms: tuple[str, ...]
     outputs: tuple[str, ...] | None
+    receiver: ServingInputReceiver | None = None
 
     def symbolic_features(self) -> PyTree:
         """The features to export for: their first dimension is "b", unless there is a `batch_size`."""
-        if self.batch_size is not None:
+        widths = {} if self.receiver is None else self.receiver.widths
+        # One symbol for the rows of all features, which have the same number of them.
+        names = [*dict.fromkeys(["b"] * (self.batch_size is None) + [*widths.values()])]
+        if not names:
             return self.features
-        # One symbol for all features, which have the same number of rows.
-        (b,) = export.symbolic_shape("b")
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), self.features)
+        symbols = dict(zip(names, export.symbolic_shape(", ".join(names)), strict=True))
+        rows = symbols.get("b", self.batch_size)
+        if not widths:
+            return jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), self.features)
+        sizes = {key: [symbols[widths[key]]] if key in widths else x.shape[1:2] for key, x in self.features.items()}
+        return {key: x.update(shape=(rows, *sizes[key], *x.shape[2:])) for key, x in self.features.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """One of the programs of an export.
+
+    Attributes:
+      kind: the class of its `ExportOutput`.
+      program: a function of weights and features that returns arrays by name.
+      class_names: the strings of the "classes" of a `ClassificationOutput`; none if they are integers.
+      strings: the outputs of a `PredictOutput` that are positions in names, and the names; None for the numbers
+        themselves.
+    """
+
+    kind: type[ExportOutput]
+    program: export.Exported
+    class_names: list[str]
+    strings: dict[str, tuple[str, ...] | None]
+
+    def describe(self, file: str) -> dict[str, Any]:
+        """Its entry in the metadata."""
+        outputs = jax.tree.unflatten(self.program.out_tree, self.program.out_avals)
+        entry = {"file": file, "outputs": _describe_arrays(outputs)}
+        if self.class_names:
+            entry["class_names"] = self.class_names
+        return {**entry, "strings": self.strings} if self.strings else entry
 
 
 def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, platforms: Any, outputs: Any) -> Options:
     """Checks all arguments of `export_model`, before anything is read or computed."""
-    if example_features is None or callable(example_features):
+    receiver = None
+    if is_receiver(example_features):
+        receiver = as_receiver("export_model", example_features)
+        if batch_size is not None:
+            raise ValueError(
+                f"`export_model` got batch_size={batch_size!r} and a serving_input_receiver_fn. Give its builder "
+                f"`default_batch_size={batch_size!r}` instead."
+            )
+        example_features, batch_size = receiver.features, receiver.batch_size
+    if example_features is None:
         raise TypeError(
             "`export_model` needs example_features: arrays, or `jax.ShapeDtypeStruct`s, as the model_fn takes them, "
             f"for example `next(iter(input_fn()))[0]`; got {example_features!r}."
@@ -136,7 +181,7 @@ def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, p
     features = jax.tree.map(abstract, example_features)
     if batch_size is not None:
         features = jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), features)
-    return Options(features, _checked_assets(assets_extra), batch_size, names, checked_outputs(outputs))
+    return Options(features, _checked_assets(assets_extra), batch_size, names, checked_outputs(outputs), receiver)
 
 
 def write_export(
@@ -151,8 +196,8 @@ def write_export(
     Args:
       call: the model_fn, as a function of features, labels and mode.
       state: the state in PREDICT, on any devices.
-      write_more: writes the model into the folder in another format too; a function of the folder, the programs, the
-        weights and the names of classes.
+      write_more: writes the model into the folder in another format too; a function of the folder, the signatures, the
+        weights, and what clients send.
     """
     model = _as_function(call, state, options.outputs)
     arrays = to_arrays(state)
@@ -163,30 +208,23 @@ def write_export(
     for name, output in outputs.items():
         if not _arrays(output):
             raise ValueError(f"The model_fn offers the signature {name!r} for export, but without any array.")
-    programs = {name: _export_signature(model, name, weights, options) for name in outputs}
-    class_names = {name: names for name, output in outputs.items() if (names := _class_names(output))}
-    default = programs[DEFAULT_SIGNATURE]  # the arguments of all are the same
+    signatures = {name: _export_signature(model, name, output, weights, options) for name, output in outputs.items()}
+    default = signatures[DEFAULT_SIGNATURE].program  # the arguments of all are the same
     (weights, features), _ = jax.tree.unflatten(default.in_tree, default.in_avals)
     # The user names the signatures: "a/b" must be one file, not a folder.
-    files = {name: urllib.parse.quote(name, safe=" ") + ".jaxexport" for name in programs}
+    files = {name: urllib.parse.quote(name, safe=" ") + ".jaxexport" for name in signatures}
     metadata = {
         "format": FORMAT,
         "global_step": int(state.global_step),
         "features": _describe_arrays(name_leaves(features, alone="features")),
-        "signatures": {
-            name: {
-                "file": files[name],
-                "outputs": _describe_arrays(jax.tree.unflatten(program.out_tree, program.out_avals)),
-                **({"class_names": class_names[name]} if name in class_names else {}),
-            }
-            for name, program in programs.items()
-        },
+        "signatures": {name: signature.describe(files[name]) for name, signature in signatures.items()},
         "weights": _describe_arrays(weights),
         "platforms": list(options.platforms),
         "arguments": {
             "features": describe_features(options.features),
             "batch_size": options.batch_size,
             "outputs": options.outputs,
+            "has_receiver": options.receiver is not None,
         },
         "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "numpy": np.__version__},
     }
@@ -197,17 +235,18 @@ def write_export(
         # numpy has no name for the dtypes of jax alone: their bytes are saved, and the metadata has the name.
         plain = {name: x if x.dtype.isbuiltin == 1 else x.view(f"V{x.itemsize}") for name, x in values.items()}
         np.savez(os.path.join(folder, WEIGHTS_FILE), **plain)
-        for name, program in programs.items():
+        for name, signature in signatures.items():
             with open(os.path.join(folder, files[name]), "wb") as file:
-                file.write(program.serialize())
+                file.write(signature.program.serialize())
         for destination, source in options.assets.items():
             path = os.path.join(folder, ASSETS_DIR, destination)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             shutil.copy(source, path)
         with open(os.path.join(folder, README_FILE), "w", encoding="utf-8") as file:
-            file.write(_readme(features, options.batch_size))
+            has_strings = any(signature.strings for signature in signatures.values())
+            file.write(_readme(features, options.batch_size, has_strings))
         if write_more is not None:
-            write_more(folder, programs, values, class_names)
+            write_more(folder, signatures, values, options.receiver)
         # Written after the files that it names: without it a folder is not an export.
         with open(os.path.join(folder, METADATA_FILE), "w", encoding="utf-8") as file:
             json.dump(metadata, file, indent=1)
@@ -221,14 +260,14 @@ def write_export(
             f"`export_model` cannot write the model into {os.fspath(base)!r}, and has left nothing there "
             f"({error}). Look whether the disk is full, or the directory cannot be written",
         ) from error
-    logging.info("Exported %s at step %d to %s", ", ".join(programs), metadata["global_step"], path)
+    logging.info("Exported %s at step %d to %s", ", ".join(signatures), metadata["global_step"], path)
     return path
 
 
 def name_leaves(tree: PyTree, alone: str = "output") -> dict[str, Any]:
     """Names leaves by the keys on their path, joined by "/", also within a tuple as a key. A single leaf is `alone`."""
     leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=are_names):
         name = "/".join(map(_key_name, path)) or alone
         if name in leaves:
             raise ValueError(f"Two arrays are called {name!r} in what is to be exported. Rename one of them.")
@@ -266,18 +305,14 @@ def _as_function(
         spec = run_model_fn(lambda: call(features, None, ModeKeys.PREDICT), frame, differentiate=False).spec
         if names is None:
             return spec.export_outputs or {}
-        return {
-            DEFAULT_SIGNATURE: PredictOutput(
-                choose_outputs(names, name_leaves(without_strings(spec.predictions)), spec.reported)
-            )
-        }
+        return {DEFAULT_SIGNATURE: PredictOutput(choose_outputs(names, name_leaves(spec.predictions), spec.reported))}
 
     return model
 
 
 def _export_signature(
-    model: Callable[..., Any], name: str, weights: dict[str, Any], options: Options
-) -> export.Exported:
+    model: Callable[..., Any], name: str, output: ExportOutput, weights: dict[str, Any], options: Options
+) -> Signature:
     def signature(weights: dict[str, Any], features: Features) -> dict[str, Any]:
         return _arrays(model(weights, features)[name])
 
@@ -299,11 +334,17 @@ def _export_signature(
     if options.outputs is not None:
         rows = jax.tree.leaves(features)[0].shape[0]
         check_rows(jax.tree.unflatten(program.out_tree, program.out_avals), rows)
-    return program
+    return Signature(type(output), program, _class_names(output), _strings(output))
 
 
 def _arrays(output: ExportOutput) -> dict[str, Any]:
-    return name_leaves(without_strings(output.outputs) if isinstance(output, PredictOutput) else output)
+    leaves = name_leaves(output.outputs if isinstance(output, PredictOutput) else output)
+    return {name: leaf.ids if are_names(leaf) else leaf for name, leaf in leaves.items()}
+
+
+def _strings(output: ExportOutput) -> dict[str, tuple[str, ...] | None]:
+    leaves = name_leaves(output.outputs) if isinstance(output, PredictOutput) else {}
+    return {name: leaf.names for name, leaf in leaves.items() if are_names(leaf)}
 
 
 def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,8 +372,10 @@ class _Zeros:
         return f'np.zeros({shape}, "{np.dtype(self._like.dtype).name}")'
 
 
-def _readme(features: Features, batch_size: int | None) -> str:
+def _readme(features: Features, batch_size: int | None, has_strings: bool) -> str:
     batch = "Batches may have any size." if batch_size is None else f"Batches have {batch_size} examples."
+    if has_strings:
+        batch += ' Outputs that "strings" of a signature in metadata.json names are positions in those strings.'
     return _README.format(features=jax.tree.map(_Zeros, features), batch=batch, jax=jax.__version__)
 
 

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from estimator.core._typing import PyTree
 from estimator.export._retention import remove_old
+from estimator.export._serving import ReceiverFn, as_receiver, is_receiver
 from estimator.storage._files import is_dir, is_inside, write
 from estimator.storage._small_files import read_or_set_aside
 
@@ -38,7 +39,7 @@ class ExportsModel(Protocol):
         batch_size: int | None = None,
         platforms: str | Sequence[str] = ...,
         outputs: str | Sequence[str] | None = None,
-        format: str = ...,
+        format: str | None = None,
     ) -> str: ...
 
 
@@ -89,35 +90,41 @@ class LatestExporter(Exporter):
 
     Args:
       name: the name of the folder.
-      example_features: features of a batch as the model_fn takes them; see `Estimator.export_model`.
+      example_features: features of a batch as the model_fn takes them, or a serving_input_receiver_fn; see
+        `Estimator.export_model`.
       assets_extra: files to copy into the export, by their path in it.
       exports_to_keep: how many of the newest exports to keep in the folder; all if None. Only folders named by
         a time in seconds, of ten digits, that hold an exported model are exports.
       batch_size, platforms, format: as for `Estimator.export_model`; if None, its defaults.
+      serving_input_receiver_fn: instead of `example_features`, by TensorFlow's name.
 
     Raises:
-      TypeError: `example_features` is a function, TensorFlow's `serving_input_receiver_fn`.
-      ValueError: it is None, or `exports_to_keep` is not positive.
+      TypeError: the serving_input_receiver_fn is not one of `est.export`'s.
+      ValueError: there are no features and no function, or both, or `exports_to_keep` is not positive.
     """
 
     def __init__(
         self,
         name: str,
-        example_features: PyTree,
+        example_features: PyTree = None,
         assets_extra: _Files | None = None,
         exports_to_keep: int | None = 5,
         batch_size: int | None = None,
         platforms: str | Sequence[str] | None = None,
         format: str | None = None,
+        serving_input_receiver_fn: ReceiverFn | None = None,
     ) -> None:
         kind = type(self).__name__
-        if callable(example_features):
-            raise TypeError(
-                f"{kind} takes `example_features` instead of TensorFlow's serving_input_receiver_fn: features of a "
-                f"batch as the model_fn gets them, `next(iter(input_fn()))[0]`; got {example_features!r}."
+        if (example_features is None) == (serving_input_receiver_fn is None):
+            got = "None" if example_features is None else "both"
+            raise ValueError(
+                f"{kind} needs `example_features`, the features of a batch for the model_fn, or a "
+                f"`serving_input_receiver_fn`; got {got}."
             )
-        if example_features is None:
-            raise ValueError(f"{kind} needs `example_features`: the features of a batch, for the model_fn; got None.")
+        if serving_input_receiver_fn is not None:
+            example_features = serving_input_receiver_fn
+        if is_receiver(example_features):
+            example_features = as_receiver(kind, example_features)
         if exports_to_keep is not None and exports_to_keep <= 0:
             raise ValueError(f"`exports_to_keep`, if provided, must be positive number; got {exports_to_keep!r}.")
         self._name = name
@@ -187,7 +194,8 @@ class FinalExporter(LatestExporter):
     >>> exporter = FinalExporter("final", example_features=np.zeros((1, 4), np.float32))
 
     Args:
-      name, example_features, assets_extra, batch_size, platforms, format: as for `LatestExporter`.
+      name, example_features, assets_extra, batch_size, platforms, format, serving_input_receiver_fn: as for
+        `LatestExporter`.
 
     Raises:
       TypeError, ValueError: as for `LatestExporter`.
@@ -196,13 +204,16 @@ class FinalExporter(LatestExporter):
     def __init__(
         self,
         name: str,
-        example_features: PyTree,
+        example_features: PyTree = None,
         assets_extra: _Files | None = None,
         batch_size: int | None = None,
         platforms: str | Sequence[str] | None = None,
         format: str | None = None,
+        serving_input_receiver_fn: ReceiverFn | None = None,
     ) -> None:
-        super().__init__(name, example_features, assets_extra, None, batch_size, platforms, format)
+        super().__init__(
+            name, example_features, assets_extra, None, batch_size, platforms, format, serving_input_receiver_fn
+        )
 
     def _decide(self, export_path: str, result: EvalResult, final: bool) -> tuple[bool, str | None]:
         return super()._decide(export_path, result, final) if final else (False, None)
@@ -228,7 +239,8 @@ class BestExporter(LatestExporter):
     >>> exporter = BestExporter("best", np.zeros((1, 4), np.float32), compare_fn=more_accurate)
 
     Args:
-      name, example_features, assets_extra, exports_to_keep, batch_size, platforms, format: as for `LatestExporter`.
+      name, example_features, assets_extra, exports_to_keep, batch_size, platforms, format,
+        serving_input_receiver_fn: as for `LatestExporter`.
       compare_fn: function of `best_eval_result` and `current_eval_result`, both as `evaluate` returns them, that
         returns whether the current one is better. Default: its loss is smaller.
 
@@ -247,8 +259,10 @@ class BestExporter(LatestExporter):
         batch_size: int | None = None,
         platforms: str | Sequence[str] | None = None,
         format: str | None = None,
+        serving_input_receiver_fn: ReceiverFn | None = None,
     ) -> None:
-        super().__init__(name, example_features, assets_extra, exports_to_keep, batch_size, platforms, format)
+        args = name, example_features, assets_extra, exports_to_keep, batch_size, platforms, format
+        super().__init__(*args, serving_input_receiver_fn)
         # As in TensorFlow, it is called with these keywords. Checked now, since the first call may come after days of
         # training.
         if not callable(compare_fn) or sorted(inspect.signature(compare_fn).parameters) != list(_COMPARED):

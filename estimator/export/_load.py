@@ -16,14 +16,16 @@ from estimator.core._typing import Features, PyTree
 from estimator.export._export_model import name_leaves
 from estimator.runtime._program import Program
 from estimator.storage._files import expand
+from estimator.variables._class_names import ClassNames
 
 
 class ExportedModel:
     """A model that `load_exported` has read.
 
     `model(features, signature="serving_default")` returns the outputs as numpy arrays by name: for a `PredictOutput`
-    its keys (nested ones joined by "/", a single array is "output"), for a `ClassificationOutput` "scores" and
-    "classes", for a `RegressionOutput` "value". Each batch size is compiled at its first call. Threads may share it.
+    its keys (nested ones joined by "/", a single array is "output"; classes of a head are strings), for a
+    `ClassificationOutput` "scores" and "classes", for a `RegressionOutput` "value". Each batch size is compiled at its
+    first call. Threads may share it.
 
     Attributes:
       path: the folder.
@@ -51,7 +53,10 @@ class ExportedModel:
             raise ValueError(f"{self.path} has no signature {signature!r}; it has {sorted(self.signatures)}.")
         _check_features(features, self.features)
         outputs = jax.device_get(self._programs[signature](self._weights, features))
-        names = self.metadata["signatures"][signature].get("class_names")
+        entry = self.metadata["signatures"][signature]
+        for name, names in entry.get("strings", {}).items():
+            outputs[name] = np.asarray(ClassNames(outputs[name], names))
+        names = entry.get("class_names")
         return outputs if names is None else {**outputs, "classes": np.array(names)}
 
     def __repr__(self) -> str:

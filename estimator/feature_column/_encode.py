@@ -43,7 +43,7 @@ def encode(features: Any, columns: Iterable[Any]) -> dict[Any, Any]:
         item of `columns` is not a feature column.
     """
     columns = as_columns(columns)
-    coders = _coders(columns)
+    coders = string_coders(columns)
     if is_data_frame(features):
         features = _arrays_of(features, columns, coders)
     check_features(features)
@@ -153,7 +153,8 @@ def _parts(column: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
-def _coders(columns: Iterable[Any]) -> dict[str, Coder]:
+def string_coders(columns: Iterable[Any]) -> dict[str, Coder]:
+    """The encoders of strings of feature columns, by feature."""
     coders: dict[str, Coder] = {}
     crossed: dict[str, Coder] = {}  # by name: any integers will do, so another column's ids
     for column in columns:

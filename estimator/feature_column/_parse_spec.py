@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from estimator.feature_column._column import as_columns
+from estimator.feature_column._column import CategoricalColumn, SequenceCategoricalColumn, as_columns
 from estimator.io._features import Config, FixedLenFeature
 
 
@@ -33,6 +33,18 @@ def make_parse_example_spec(feature_columns: Iterable[Any]) -> dict[str, Config]
                     f"feature_columns contain different parse_spec for key {key}. Given {features[key]} and {config}."
                 )
     return features
+
+
+def features_of_one_width(feature_columns: Iterable[Any]) -> set[str]:
+    """The features whose number of values per example is no other feature's: those without weights and sequences."""
+    alone: set[str] = set()
+    together: set[str] = set()
+    for column in as_columns(feature_columns):
+        inner = getattr(column, "categorical_column", column)
+        is_alone = isinstance(inner, CategoricalColumn) and not inner.is_weighted
+        is_alone = is_alone and not isinstance(inner, SequenceCategoricalColumn)
+        (alone if is_alone else together).update(column.example_features())
+    return alone - together
 
 
 def classifier_parse_example_spec(

@@ -30,18 +30,18 @@ from estimator.feature_column._vocabulary import (
 )
 from estimator.io._features import Config, VarLenFeature
 
-_UNLISTED = -2  # the code of a string without a class, which is a step of its sequence; -1 is padding
+UNLISTED = -2  # the code of a string without a class, which is a step of its sequence; -1 is padding
 
 
 @dataclasses.dataclass(frozen=True)
-class _StepCoder:
+class StepCoder:
     """Tells strings that have no class from missing ones."""
 
     coder: Coder
 
     def code(self, text: str) -> int:
         code = self.coder.code(text)
-        return _UNLISTED if code == -1 else code
+        return UNLISTED if code == -1 else code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SequenceColumn(SequenceCategoricalColumn):
         steps = self._steps(features)
         # Such a string counts as a step in the length; for the wrapped column it has no class.
         if self._has_unlisted:
-            steps = jnp.where(steps == _UNLISTED, -1, steps).astype(feature(features, key).dtype)
+            steps = jnp.where(steps == UNLISTED, -1, steps).astype(feature(features, key).dtype)
         return self.categorical_column.ids({key: steps})
 
     def lengths(self, features: Mapping[Any, Any]) -> jax.Array:
@@ -69,7 +69,7 @@ class SequenceColumn(SequenceCategoricalColumn):
 
     def coders(self) -> dict[str, Coder]:
         coders = self.categorical_column.coders()
-        return {key: _StepCoder(coder) for key, coder in coders.items()} if self._has_unlisted else coders
+        return {key: StepCoder(coder) for key, coder in coders.items()} if self._has_unlisted else coders
 
     def example_features(self) -> dict[str, Config]:
         return self.categorical_column.example_features()

@@ -32,6 +32,7 @@ class VocabularyColumn(KeyColumn):
     vocabulary_list: tuple[Any, ...]
     default_value: int
     num_oov_buckets: int
+    vocabulary_file: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def num_buckets(self) -> int:
@@ -167,7 +168,8 @@ def categorical_column_with_vocabulary_file(
         words = tuple(map(int, words))
     # In TensorFlow the default is None for a file, which means -1, and -1 for a list.
     default = -1 if default_value is None else default_value
-    return _column(caller, "vocabulary_file", key, words, default, num_oov_buckets)
+    column = _column(caller, "vocabulary_file", key, words, default, num_oov_buckets)
+    return dataclasses.replace(column, vocabulary_file=os.fspath(vocabulary_file))
 
 
 def _column(

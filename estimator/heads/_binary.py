@@ -48,7 +48,8 @@ class BinaryClassHead(OneTaskHead):
     Predictions, for logits of shape `(batch, 1)`: "logits", "logistic" (the probability of class 1) and "class_ids" of
     that shape, "probabilities" and "all_class_ids" of shape `(batch, 2)`; and "classes", which `predict` yields as
     strings: the names of the class ids by `label_vocabulary`, or the ids as strings, "0" or "1". A compiled program has
-    no strings, so within the model_fn they are integers, and the signature "predict" of exports lacks them.
+    no strings, so within the model_fn they are integers. In exports the signature "predict" has them as strings, and
+    "all_classes", the names of all classes, besides.
 
     Metrics: average_loss, accuracy, precision, recall, prediction/mean, label/mean, accuracy_baseline (of always
     predicting the more frequent class), auc, auc_precision_recall, and for each threshold

@@ -28,6 +28,7 @@ from estimator.heads._head import (
 )
 from estimator.losses import compute_weighted_loss
 from estimator.metrics import Metric
+from estimator.variables._class_names import ClassNames
 
 
 class OneTaskHead(Head):
@@ -299,6 +300,8 @@ def classification_outputs(
     # As in TensorFlow, ids are exported as strings if there is no vocabulary.
     names = list(label_vocabulary or map(str, range(n_classes)))
     classes = ClassificationOutput(predictions["probabilities"], names)
+    if "all_class_ids" in predictions:
+        predictions = {**predictions, "all_classes": ClassNames(predictions["all_class_ids"], label_vocabulary)}
     return {DEFAULT_SIGNATURE: classes, "classification": classes, **others, "predict": PredictOutput(predictions)}
 
 

@@ -6,16 +6,18 @@ A SavedModel holds each signature as one operation of TensorFlow, `XlaCallModule
 
 from __future__ import annotations
 
-import keyword
-import re
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax import export
 
-from estimator.export._export_model import name_leaves
+from estimator.core._export_output import ClassificationOutput, RegressionOutput
+from estimator.export._export_model import Signature
+from estimator.export._serving import ServingInputReceiver
+from estimator.integrations._requests import Requests, shape_of
 from estimator.runtime._extras import import_extra
 
 
@@ -26,66 +28,79 @@ def import_tensorflow() -> Any:
 
 def write_saved_model(
     folder: str,
-    programs: Mapping[str, export.Exported],
+    signatures: Mapping[str, Signature],
     weights: Mapping[str, np.ndarray],
-    class_names: Mapping[str, Sequence[str]],
+    receiver: ServingInputReceiver | None,
 ) -> None:
     """Writes a SavedModel into a folder, beside what is there.
 
     Args:
       folder: a local one.
-      programs: functions of weights and features, by signature.
+      signatures: programs of weights and features, by name.
       weights: the arrays by name, the same for all programs.
-      class_names: the strings of "classes", by signature.
+      receiver: what clients send; if None, the features.
     """
     tf = import_tensorflow()
     module = tf.Module()
     # A TensorFlow that sees GPUs would put variables there, where jax has taken the memory.
-    with tf.device("CPU:0"):
+    with tf.device("CPU:0"), tempfile.TemporaryDirectory() as vocabularies:
         variables = {name: tf.Variable(value, trainable=False) for name, value in weights.items()}
         module.weights = list(variables.values())  # those that the module does not have are not saved
-        signatures = {
-            name: _as_signature(tf, program, variables, class_names.get(name)) for name, program in programs.items()
-        }
-        tf.saved_model.save(module, folder, signatures=signatures)
+        requests = Requests(tf, receiver, vocabularies)
+        module.tables = list(requests.tables.values())
+        functions = {name: _as_function(tf, each, variables, requests) for name, each in signatures.items()}
+        tf.saved_model.save(module, folder, signatures=functions)
+    if requests.parses:
+        # Of all others TensorFlow's own name, Predict, is right.
+        methods = tf.compat.v1.saved_model.signature_def_utils.MethodNameUpdater(folder)
+        for name, signature in signatures.items():
+            methods.replace_method_name(name, _method(tf, signature))
+        methods.save()
 
 
-def _as_signature(
-    tf: Any, program: export.Exported, variables: Mapping[str, Any], class_names: Sequence[str] | None
-) -> Any:
-    """The program as a function of TensorFlow whose inputs and outputs have the names of features and outputs."""
-    call = _as_operation(tf, program)
-    (_, features), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
-    named, structure = _name_inputs(features), jax.tree.structure(features)
+def _method(tf: Any, signature: Signature) -> Any:
+    """The request of TensorFlow Serving that a signature answers, if it takes serialized examples."""
+    if signature.kind is ClassificationOutput:
+        return tf.saved_model.CLASSIFY_METHOD_NAME
+    return (
+        tf.saved_model.REGRESS_METHOD_NAME if signature.kind is RegressionOutput else tf.saved_model.PREDICT_METHOD_NAME
+    )
 
-    def signature(**inputs: Any) -> dict[str, Any]:
-        arrays = [inputs[name] for name in named]
-        outputs = call(variables, jax.tree.unflatten(structure, arrays))
-        if class_names is not None:
+
+def _as_function(tf: Any, signature: Signature, variables: Mapping[str, Any], requests: Requests) -> Any:
+    """The signature as a function of TensorFlow whose inputs and outputs have the names that clients use."""
+    call = _as_operation(tf, signature.program)
+    (_, features), _ = jax.tree.unflatten(signature.program.in_tree, signature.program.in_avals)
+    is_predict = _method(tf, signature) == tf.saved_model.PREDICT_METHOD_NAME
+
+    def run(**inputs: Any) -> dict[str, Any]:
+        outputs = call(variables, requests.read(inputs, features))
+        if signature.class_names:
             # As TensorFlow's heads have it: a row of all names for each example.
-            outputs["classes"] = tf.tile(tf.constant([list(class_names)]), [tf.shape(arrays[0])[0], 1])
-        return outputs
+            rows = tf.shape(next(iter(inputs.values())))[0]
+            outputs["classes"] = tf.tile(tf.constant([signature.class_names]), [rows, 1])
+        for name, names in signature.strings.items():
+            ids = outputs[name]
+            outputs[name] = tf.strings.as_string(ids) if names is None else tf.gather(tf.constant(names), ids)
+        return outputs if is_predict or not requests.parses else _as_answer(tf, outputs)
 
-    specs = {name: tf.TensorSpec(_shape(x), x.dtype, name=name) for name, x in named.items()}
-    return tf.function(signature, autograph=False).get_concrete_function(**specs)
+    specs = requests.inputs(features, serialized="examples" if is_predict else tf.saved_model.CLASSIFY_INPUTS)
+    return tf.function(run, autograph=False).get_concrete_function(**specs)
 
 
-def _name_inputs(features: Any) -> dict[str, Any]:
-    """The features by names that TensorFlow takes for inputs: letters, digits and "_", a letter first; but
-    "features_self" for "self", and "features_class" for "class" as for each word of Python."""
-    inputs: dict[str, Any] = {}
-    for name, feature in name_leaves(features, alone="features").items():
-        plain = re.sub(r"\W", "_", name, flags=re.ASCII)
-        # TensorFlow passes inputs to its own methods by keyword.
-        is_usable = plain[:1].isalpha() and not keyword.iskeyword(plain) and plain != "self"
-        plain = plain if is_usable else f"features_{plain}"
-        if plain.lower() in map(str.lower, inputs):
-            raise ValueError(
-                f"Two features have the name {plain!r} in a SavedModel, where letters of any case, digits and '_' make "
-                f"a name: {name!r} is the second one. Rename one of them."
-            )
-        inputs[plain] = feature
-    return inputs
+def _as_answer(tf: Any, outputs: dict[str, Any]) -> dict[str, Any]:
+    """The outputs of a classification or a regression as TensorFlow Serving takes them."""
+    if "value" in outputs:
+        return {tf.saved_model.REGRESS_OUTPUTS: tf.cast(outputs["value"], tf.float32)}
+    answer = {}
+    if "scores" in outputs:
+        answer[tf.saved_model.CLASSIFY_OUTPUT_SCORES] = tf.cast(outputs["scores"], tf.float32)
+    if "classes" in outputs:
+        # A class is a string for clients, and an example has a row of them.
+        classes = outputs["classes"]
+        classes = classes if classes.dtype == tf.string else tf.strings.as_string(classes)
+        answer[tf.saved_model.CLASSIFY_OUTPUT_CLASSES] = classes if classes.shape.rank > 1 else classes[:, None]
+    return answer
 
 
 def _as_operation(tf: Any, program: export.Exported) -> Any:
@@ -105,14 +120,9 @@ def _as_operation(tf: Any, program: export.Exported) -> Any:
             version=program.calling_convention_version,
             module=module,
             Tout=[tf.as_dtype(x.dtype) for x in program.out_avals],
-            Sout=[_shape(x) for x in program.out_avals],
+            Sout=[shape_of(x) for x in program.out_avals],
             platforms=[name.upper() for name in program.platforms],
         )
         return jax.tree.unflatten(program.out_tree, outputs)
 
     return call
-
-
-def _shape(array: Any) -> list[int | None]:
-    """A shape as TensorFlow has it, with None for any batch size."""
-    return [size if isinstance(size, int) else None for size in array.shape]

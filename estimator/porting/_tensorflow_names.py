@@ -26,7 +26,8 @@ _IN_NN = (
 _STEP = "`est.global_step()`, which every state has"
 _EXPORT = "`estimator.export_model(export_dir_base, example_features)`, and `est.load_exported` to run what it wrote"
 _RECEIVER = (
-    "the `example_features` that `estimator.export_model` and the exporters take: arrays instead of placeholders"
+    "`est.export.build_parsing_serving_input_receiver_fn(feature_spec, columns=columns)`, or "
+    "`build_raw_serving_input_receiver_fn(features)`"
 )
 _FLAX = "a Flax module, by `est.flax_module`"
 _CONVOLUTION = "a Flax module, or `jax.lax.conv_general_dilated`"
@@ -70,8 +71,9 @@ NAMES = {
     "tf.estimator.BoostedTreesRegressor": _TREES,
     "tf.estimator.classifier_parse_example_spec": "`est.feature_column.classifier_parse_example_spec(columns, key)`",
     "tf.estimator.regressor_parse_example_spec": "`est.feature_column.regressor_parse_example_spec(columns, key)`",
-    "tf.estimator.Estimator.export_savedmodel": _EXPORT,
-    "tf.estimator.Estimator.export_saved_model": _EXPORT,
+    "tf.estimator.Estimator.export_savedmodel": (
+        "`estimator.export_saved_model(export_dir_base, serving_input_receiver_fn)`"
+    ),
     "tf.estimator.Estimator.experimental_export_all_saved_models": _EXPORT,
     "tf.estimator.Estimator.fit": "`estimator.train(input_fn)`",
     "tf.estimator.Estimator.score": "`estimator.evaluate(input_fn)`",
@@ -88,8 +90,6 @@ NAMES = {
     "tf.estimator.RunConfig.tf_random_seed": "`seed`",
     "tf.estimator.export.ServingInputReceiver": _RECEIVER,
     "tf.estimator.export.TensorServingInputReceiver": _RECEIVER,
-    "tf.estimator.export.build_parsing_serving_input_receiver_fn": _RECEIVER,
-    "tf.estimator.export.build_raw_serving_input_receiver_fn": _RECEIVER,
     "tf.contrib.estimator.TowerOptimizer": "`from replicate import TowerOptimizer`",
     "tf.contrib.estimator.replicate_model_fn": "`from replicate import replicate_model_fn`",
     "tf.contrib.estimator.binary_classification_head": "`est.BinaryClassHead()`",

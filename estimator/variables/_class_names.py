@@ -38,13 +38,9 @@ class ClassNames:
 
 def with_strings(tree: PyTree) -> PyTree:
     """The tree with arrays of strings in it, for arrays that are on the host."""
-    return jax.tree.map(lambda x: np.asarray(x) if _are_names(x) else x, tree, is_leaf=_are_names)
+    return jax.tree.map(lambda x: np.asarray(x) if are_names(x) else x, tree, is_leaf=are_names)
 
 
-def without_strings(outputs: Any) -> Any:
-    """A dict without the values that are strings, which an exported program cannot give; anything else as it is."""
-    return {k: v for k, v in outputs.items() if not _are_names(v)} if isinstance(outputs, dict) else outputs
-
-
-def _are_names(x: Any) -> bool:
+def are_names(x: Any) -> bool:
+    """Returns whether a value stands for an array of strings."""
     return isinstance(x, ClassNames)

@@ -51,7 +51,7 @@ def features(**changes):
     "example, options, error, match",
     [
         (None, {}, TypeError, r"`export_model` needs example_features: arrays, or `jax.ShapeDtypeStruct`s.*; got None"),
-        (lambda: X, {}, TypeError, r"needs example_features.*`next\(iter\(input_fn\(\)\)\)\[0\]`; got <function"),
+        (lambda: X, {}, TypeError, r"needs a serving_input_receiver_fn that .*; got <function.* give `export_model`"),
         (Point(X, X), {}, TypeError, r"features in dicts, lists and tuples, .*; got example_features of type Point"),
         ({"a": {1: X}}, {}, TypeError, r"strings as keys of features; example_features\['a'\] has the key 1\."),
         ([to_sparse(X)], {}, TypeError, r"cannot export for sparse features; got example_features\[0\] = BCOO"),

@@ -224,12 +224,13 @@ def test_a_damaged_record_is_named_in_the_log_and_written_again(export, tmp_path
 
 
 @pytest.mark.parametrize("kind", [est.LatestExporter, est.FinalExporter, est.BestExporter])
-def test_a_function_instead_of_features_is_refused(kind):
-    message = f"{kind.__name__} takes `example_features` instead of TensorFlow's serving_input_receiver_fn"
-    with pytest.raises(TypeError, match=message):
+def test_a_function_that_is_no_receiver_and_features_twice_are_refused(kind):
+    with pytest.raises(TypeError, match=f"`{kind.__name__}` needs a serving_input_receiver_fn that `est"):
         kind("a", lambda: FEATURES)
-    with pytest.raises(ValueError, match=f"{kind.__name__} needs `example_features`: the features of a batch"):
-        kind("a", None)
+    both = {"example_features": FEATURES, "serving_input_receiver_fn": lambda: FEATURES}
+    for given, got in (({}, "None"), (both, "both")):
+        with pytest.raises(ValueError, match=f"{kind.__name__} needs `example_features`, .* got {got}"):
+            kind("a", **given)
 
 
 @pytest.mark.parametrize("number", [0, -1])
