@@ -3,6 +3,7 @@
 import concurrent.futures
 import errno
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -55,6 +56,19 @@ def test_a_second_training_is_refused_until_the_first_is_dead(tmp_path):
     before = step_of(estimator)
     assert step_of(estimator.train(times(2))) == before + 2
     assert LOCK_FILE not in os.listdir(tmp_path)
+
+
+def test_a_training_ends_where_a_host_that_does_not_see_its_lock_begins_another(tmp_path, messages):
+    """As on a file system whose locks are of each host: the second says so, and the first saves nothing more."""
+    other = "process 7 on host elsewhere, since 2000-01-01 00:00:00,"
+    lock = tmp_path / LOCK_FILE
+    lock.write_text(other)
+    estimator = make(tmp_path, save_checkpoints_steps=2, save_checkpoints_async=False, steps_per_loop=1)
+    text = f"model_dir {str(tmp_path)!r} is in use: {other} trains in it, too, as its file system does not share locks"
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        estimator.train(times(9), hooks=[At(3, lambda: lock.write_text(other))])
+    assert any(f"model_dir {tmp_path}: {other} has not released its lock. It has died, or" in each for each in messages())
+    assert saved_steps(estimator) == [0, 2] and lock.read_text() == other
 
 
 def test_a_child_that_outlives_a_training_does_not_keep_its_lock(tmp_path):

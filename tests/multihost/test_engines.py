@@ -16,7 +16,11 @@ from testing.slurm import PROGRAMS, running_slurm
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "testing" / "scenarios" / "launched_training.py"
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "1",
+}  # two in all: their sum has one order
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 LAUNCHERS = {"Open MPI": ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"), "MPICH": ("mpirun.mpich",)}
 
@@ -56,7 +60,7 @@ def whole(tmp_path_factory):
     """The result of one process with as many devices, which nothing disturbs."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "enough").touch()
-    environment = os.environ | ENVIRONMENT | {"RANK": "0", "WORLD_SIZE": "1", "JAX_NUM_CPU_DEVICES": "4"}
+    environment = os.environ | ENVIRONMENT | {"RANK": "0", "WORLD_SIZE": "1", "JAX_NUM_CPU_DEVICES": "2"}
     subprocess.run([sys.executable, SCRIPT, folder, "150"], env=environment, check=True, capture_output=True)
     return (folder / "result").read_text()
 
@@ -150,8 +154,8 @@ def test_mpirun_ends_all_when_a_rank_is_killed_and_the_loop_resumes(tmp_path, wh
     if name == "MPICH":  # it passes on all variables
         changes |= {"-x MODEL_DIR -x JAX_COORDINATOR_ADDRESS=(\\S*)": r"-env JAX_COORDINATOR_ADDRESS \1"}
     script = recipe("MPI", tmp_path, **changes)
-    log = open(tmp_path / "out", "w")
-    loop = subprocess.Popen(["bash", "-c", script], stdout=log, stderr=log, env=os.environ)
+    with open(tmp_path / "out", "w") as log:
+        loop = subprocess.Popen(["bash", "-c", script], stdout=log, stderr=log)
     wait_until(trains_beyond(tmp_path, 10), lambda: (tmp_path / "out").read_text())
     before = pids(tmp_path)
     os.kill(before[victim], signal.SIGKILL)
