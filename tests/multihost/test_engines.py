@@ -108,7 +108,7 @@ def test_slurm_ends_with_the_bits_of_one_process(tmp_path, slurm, whole, what):
         wait_until(lambda: not set(pids(tmp_path)) & set(before), lambda: slurm.state(job), 200)
     assert end(slurm, job, tmp_path, 240) == ("COMPLETED", "0:0"), (tmp_path / "out").read_text()
     assert (tmp_path / "result").read_text() == whole
-    assert (what == "scancel --signal=TERM") == (tmp_path / "preempted-0").exists()
+    assert what.startswith("sc") == (tmp_path / "preempted-0").exists()
 
 
 def test_slurm_sends_sigterm_before_the_time_is_over(tmp_path, slurm):
