@@ -52,11 +52,12 @@ def evaluate_checkpoints(
     """
     evaluators = {name: _Evaluator(estimator, spec, name, max_steps) for name, spec in specs.items()}
     logging.info("The evaluator looks for checkpoints in %s.", estimator.model_dir)
-    while not all(each.has_ended for each in evaluators.values()):
-        # Each EvalSpec has its turn; a list, since `any` alone would stop at the first that has something to do.
-        if not any([each.evaluate_next() for each in evaluators.values()]):
+    while True:
+        have_evaluated = [each.evaluate_next() for each in evaluators.values()]  # each EvalSpec has its turn
+        if all(each.has_ended for each in evaluators.values()):
+            return {name: (each.metrics, each.exports) for name, each in evaluators.items()}
+        if not any(have_evaluated):
             sleep(poll_secs(estimator.model_dir))
-    return {name: (each.metrics, each.exports) for name, each in evaluators.items()}
 
 
 class _Evaluator:

@@ -74,6 +74,13 @@ def test_an_evaluator_records_what_evaluations_within_the_training_record(tmp_pa
     assert exporter.calls == [(0, 0, False), (10, 10, False), (20, 20, False), (30, 30, False), (40, 40, True)]
 
 
+def test_an_evaluator_that_has_evaluated_the_last_checkpoint_ends_at_once(tmp_path, monkeypatch):
+    train(make(tmp_path, save_checkpoints_steps=10))
+    monkeypatch.setattr(_checkpoints_iterator, "_POLL_SECS", 60.0)
+    monkeypatch.setattr(time, "sleep", lambda secs: pytest.fail(f"it sleeps for {secs} s"))
+    assert evaluate(make(tmp_path), 40, EVAL)[0]["global_step"] == 40
+
+
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.slow
 def test_training_may_remove_checkpoints_while_they_are_evaluated(tmp_path, store):

@@ -16,7 +16,7 @@ import jax
 from absl import logging
 
 from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError, name_of
-from estimator.checkpoint._model_dir import list_sound
+from estimator.checkpoint._model_dir import check_lock, list_sound
 from estimator.checkpoint._named_arrays import PREFIXES, to_arrays
 from estimator.checkpoint._newest import newest_readable
 from estimator.checkpoint._orbax import with_orbax
@@ -103,11 +103,12 @@ class Checkpoints:
         Raises:
           ValueError: two variables have the same name on disk.
           CheckpointWriteError: this checkpoint, or the one before, could not be written.
+          RuntimeError: a run on another host, which does not share locks with this one, has begun in the directory.
         """
         self.wait()
         path = os.path.join(self._dir, name_of(int(state.global_step)))
         # Process 0 decides: only it may have found by their checksums that arrays are damaged.
-        if not run_on_chief("save", lambda: _is_saved(Checkpoint(path))):
+        if not run_on_chief("save", lambda: self._is_saved(Checkpoint(path))):
             arrays = to_arrays(state)
             held = hold_arrays(arrays) if later and "orbax.checkpoint" not in sys.modules else None
             self._in_flight = self._writing(path, held or arrays, encode(host or {}), group or SingleProcess())
@@ -116,6 +117,10 @@ class Checkpoints:
             if wait:
                 self.wait()
         return path
+
+    def _is_saved(self, checkpoint: Checkpoint) -> bool:
+        check_lock(self._dir)
+        return _is_saved(checkpoint)
 
     def start(self) -> None:
         """Starts to write what `save` has left for later."""

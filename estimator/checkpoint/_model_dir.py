@@ -44,6 +44,10 @@ _NOT_WRITABLE = (
 )
 _MANGLED = re.compile(r"(s3|gs|gcs|az|memory):/[^/]")
 _NO_LOCK = "model_dir %s cannot be locked (%s): nothing keeps a second training run out of it."
+_NOT_RELEASED = (
+    "model_dir %s: %s has not released its lock. It has died, or this file system does not share locks between hosts: "
+    "if it still trains here, it ends at its next checkpoint."
+)
 _TF_CHECKPOINT = re.compile(r".+-\d+\.(index|meta)")
 _NAME = re.compile(r"ckpt-(\d+)")
 _LEFTOVER = re.compile(rf"ckpt-\d+({'|'.join(map(re.escape, (UNFINISHED, REMOVED)))})")
@@ -276,10 +280,12 @@ def training_in(model_dir: str, is_chief: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if _held.pop(key, None) is not None:  # not in a forked child
+        if key in _held:  # not in a forked child
             # Removed before it is unlocked: afterwards the file could belong to the next owner.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RuntimeError):
+                check_lock(model_dir)
                 os.remove(os.path.join(model_dir, LOCK_FILE))
+            del _held[key]
             os.close(lock)
 
 
@@ -311,12 +317,37 @@ def _lock_file(model_dir: str, key: str) -> int | None:
         # next run would lock another one.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
+                before = os.pread(lock, 1000, 0).decode()
+                if before and f" on host {socket.gethostname()}, " not in before:  # on this host it has died
+                    logging.warning(_NOT_RELEASED, model_dir, before)
                 os.truncate(lock, 0)
                 since = time.strftime("%Y-%m-%d %H:%M:%S")
                 with contextlib.suppress(OSError):  # a full disk, on which a checkpoint says that it cannot be saved
-                    os.pwrite(lock, f"process {os.getpid()} on host {socket.gethostname()}, since {since},".encode(), 0)
+                    os.pwrite(lock, f"{_own_name()} since {since},".encode(), 0)
                 return lock
         os.close(lock)
+
+
+def check_lock(model_dir: str) -> None:
+    """Checks that the run of this process, if there is one in a directory, is still the owner of its lock.
+
+    Raises:
+      RuntimeError: a run on another host is, which does not see the locks of this one.
+    """
+    owner = b""
+    if os.path.realpath(model_dir) in _held:
+        with contextlib.suppress(OSError), open(os.path.join(model_dir, LOCK_FILE), "rb") as file:
+            owner = file.read(1000)
+    if owner and not owner.startswith(_own_name().encode()):
+        raise RuntimeError(
+            f"model_dir {model_dir!r} is in use: {owner.decode()} trains in it, too, as its file system does not share "
+            "locks between hosts. This run, which began before, saves nothing more. Let one of them begin again, in "
+            "another model_dir."
+        )
+
+
+def _own_name() -> str:
+    return f"process {os.getpid()} on host {socket.gethostname()},"
 
 
 def _check_writable(url: str) -> None:

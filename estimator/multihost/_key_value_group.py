@@ -25,7 +25,7 @@ from absl import logging
 
 from estimator.core._placement import Placement
 from estimator.multihost._coordination_client import await_value, connected_client
-from estimator.multihost._preemption import SIGINT, SIGTERM, Preempted, ask_all, raise_stop
+from estimator.multihost._preemption import SIGINT, SIGTERM, Preempted, ask_all, is_asked, raise_stop
 from estimator.multihost._process_group import CALLS, ProcessGroup
 from estimator.multihost._progress import Progress
 from estimator.multihost._supervisor import SUPERVISOR
@@ -213,7 +213,7 @@ class KeyValueGroup(ProcessGroup):
     def _wait_long(
         self, request: Work, key: str, whom: str, closed: threading.Event | None, timeout_secs: float
     ) -> str:
-        since, has_warned = time.monotonic(), False
+        since, has_warned, has_looked = time.monotonic(), False, False
         while True:
             # Noted before the look: whoever ends after it may have published the value meanwhile.
             is_over = SUPERVISOR.last_ended is not None and time.monotonic() - since >= _SECONDS_AFTER_THE_END
@@ -228,6 +228,9 @@ class KeyValueGroup(ProcessGroup):
             for group in (self,) if self._is_independent else CALLS.groups:
                 group.raise_if_failed()
             SUPERVISOR.raise_if_lost(needs_all=is_over)
+            if not has_looked and is_asked():  # whoever has sent the signal may soon kill this process
+                has_looked = True
+                SUPERVISOR.look_who_lives()
             if closed is not None and closed.is_set():
                 raise InterruptedError(f"Nobody waits any more for {whom}, in: {self._call}.")
             self._awaited = whom

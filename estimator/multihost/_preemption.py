@@ -164,6 +164,11 @@ def is_ended_at_once() -> bool:
     return in_reach and signal.getsignal(signal.SIGTERM) is _on_signal
 
 
+def is_asked() -> bool:
+    """Returns whether a call of this process is to end."""
+    return any(call.reason is not None for call in list(_calls))
+
+
 def ask_all(reason: str) -> None:
     """Does what a signal does to the calls of this process: another one got it."""
     for call in list(_calls):  # another thread may begin or end one

@@ -16,7 +16,15 @@ import jax
 from absl import logging
 
 from estimator.multihost._coordination_client import connected_client, coordination_client
-from estimator.multihost._supervisor import EXIT_CODE, SECS_FOR_OTHERS, SUPERVISOR, Peers, exit_at_once, run_within
+from estimator.multihost._supervisor import (
+    EXIT_CODE,
+    SECS_FOR_OTHERS,
+    SECS_TO_ANSWER,
+    SUPERVISOR,
+    Peers,
+    exit_at_once,
+    run_within,
+)
 
 _LOSS = "estimator/loss"  # the first loss of a process, the same for all processes
 _FAILURES = "estimator/failures"  # by process, the error that ends it
@@ -59,6 +67,7 @@ class ProcessWatch:
         self._pid = os.getpid()
         self._has_failed = False
         self._gone: set[int] = set()  # processes that have ended, in order or not
+        self._dead: set[int] = set()  # of these, those that were not heard of
         self._looked_at = -1  # the news, when this last asked who has ended
         self._disconnects = threading.Lock()
         self._is_connected = True
@@ -68,10 +77,9 @@ class ProcessWatch:
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._fail
         SUPERVISOR.listen()
-        secs_to_know = heartbeat_secs + self._period + SECS_FOR_OTHERS
         # In process 0 `_wait_for_others` may take the grace and 5 s.
         secs_to_exit = grace_secs + (0.0 if index else 2 * SECS_FOR_OTHERS)
-        SUPERVISOR.begin_watch(Peers(self._end_now, names, secs_to_know, grace_secs, secs_to_exit))
+        SUPERVISOR.begin_watch(Peers(self._end_now, self._look_who_answers, names, grace_secs, secs_to_exit))
         atexit.register(self._leave)
         self._looks = SUPERVISOR.ask(self._watch)
 
@@ -101,12 +109,20 @@ class ProcessWatch:
         live = client.get_live_nodes(list(range(len(self._names))))
         missing = set(range(len(self._names))) - live.keys()
         if news != self._looked_at or missing - self._gone:
-            self._look_at_ends(missing)
+            self._look_at_ends(missing, f"nothing was heard of it for {self._heartbeat:g} s")
             self._looked_at = news
         if not live.keys() - {self._index}:
             self._is_alone.set()
 
-    def _look_at_ends(self, missing: set[int]) -> None:
+    def _look_who_answers(self) -> None:
+        """Looks for processes that have died before their heartbeats say so."""
+        try:
+            others = set(range(len(self._names))) - self._gone - {self._index}
+            self._look_at_ends(SUPERVISOR.find_silent(others), f"it does not answer within {SECS_TO_ANSWER:g} s")
+        except jax.errors.JaxRuntimeError as error:
+            logging.debug("The coordination service does not answer: %s", error)
+
+    def _look_at_ends(self, missing: set[int], why: str) -> None:
         client = connected_client()
         # Ends before deaths: a process that has ended in order sends no heartbeats either. Errors before missing
         # heartbeats, since they say more.
@@ -115,7 +131,8 @@ class ProcessWatch:
         for key, error in client.key_value_dir_get(_FAILURES):
             self._lose(_index_in(key), f"ended with {error}")
         for index in sorted(missing - self._gone):
-            self._lose(index, f"has died, or its host has: nothing was heard of it for {self._heartbeat:g} s")
+            self._dead.add(index)
+            self._lose(index, f"has died, or its host has: {why}")
         if others := self._gone - {self._index}:
             SUPERVISOR.note_end(max(others))
 
@@ -167,12 +184,20 @@ class ProcessWatch:
         self._look_often()
         while not self._is_alone.wait(0.05):
             secs = time.monotonic() - began
+            if self._dead and self._have_all_ended():  # the watch still waits for the heartbeats of those that are dead
+                time.sleep(2 * _SECS_TO_DISCONNECT)
+                return
             if (SUPERVISOR.loss or self._has_failed) and secs > self._grace + SECS_FOR_OTHERS:
                 return
             if not has_logged and secs > _SECS_TO_LOG:
                 has_logged = True
                 others = ", ".join(str(i) for i in range(len(self._names)) if i not in self._gone | {0})
                 logging.info("Process 0 has ended, and waits for processes that it serves: %s.", others)
+
+    def _have_all_ended(self) -> bool:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._look_at_ends(set(), "")
+        return len(self._gone | {self._index}) == len(self._names)
 
     def _disconnect(self) -> None:
         self._stops = True

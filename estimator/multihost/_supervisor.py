@@ -9,6 +9,11 @@ Whoever waits for another process waits here, and is woken by these events:
     loss     a process has died, or ended with an error
     end      a process has ended in order
 
+The value of a key of news is empty, or asks who lives. The thread that waits for news answers, whatever else its
+process does. So a process that does not answer has died, or is suspended: `look_who_answers` knows this in
+`SECS_TO_ANSWER`, and not only when its heartbeats have stopped. It is asked where somebody waits for a process that may
+not come any more: after an error of a collective, and when this process is to save and stop.
+
 One thread acts. It looks after the runs of this process, which `_limit_watch.py` reports when a phase of theirs passes
 its limit. And it ends this process where that lasts too long after a loss, since a collective cannot be interrupted:
 
@@ -27,21 +32,25 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 from absl import logging
 
-from estimator.multihost._coordination_client import await_value, coordination_client
+from estimator.multihost._coordination_client import await_value, connected_client, coordination_client
 from estimator.runtime._uninterrupted import Work
 
 T = TypeVar("T")
 
 EXIT_CODE = 76  # of a process that is ended while it waits for one that has died, or hangs itself
 SECS_FOR_OTHERS = 5.0  # to end, before process 0 takes jax's service away
+SECS_TO_ANSWER = 5.0  # of a process that lives, on a host with more to do than CPUs
 
 _NEWS = "estimator/news"
+_ASKS = "who lives?"  # as the value of news
+_ANSWERS = "estimator/answers"  # by process, the number of the last news that asked
+_SECS_BETWEEN_ANSWERS = 0.1
 _SECS_AFTER_AN_END = 3.0  # of a process, for a loss to become known that explains an error better
 _SECS_TO_EXIT = 1.0  # for what ends a process in order, where that may hang
 
@@ -58,15 +67,15 @@ class Peers(NamedTuple):
 
     Attributes:
       end: ends this process at once, with exit code 76, given the reason.
+      look: asks who lives, and notes a loss.
       names: the names of all processes, for messages.
-      secs_to_know: seconds after which a loss is known.
       grace_secs: seconds for which this process may wait for one that was lost.
       secs_to_exit: seconds for which Python may take to end after a loss.
     """
 
     end: Callable[[str], None]
+    look: Callable[[], None] = lambda: None
     names: Sequence[str] = ()
-    secs_to_know: float = 0.0
     grace_secs: float = 0.0
     secs_to_exit: float = 0.0
 
@@ -147,21 +156,41 @@ class Supervisor:
 
     def _listen(self) -> None:
         while True:  # until this process disconnects, or jax is about to end it, which is an error
-            await_value(f"{_NEWS}/{self.news + 1}")
+            text = await_value(f"{_NEWS}/{self.news + 1}")
             self.news += 1
+            if text == _ASKS:
+                key = f"{_ANSWERS}/{jax.process_index():06}"
+                connected_client().key_value_set(key, str(self.news), allow_overwrite=True)
             self.notify()
 
-    def publish(self) -> None:
-        """Wakes all processes, where there is a service; what they are to see is published already."""
+    def publish(self, text: str = "") -> int | None:
+        """Wakes all processes, where there is a service; what they are to see is published already.
+
+        Returns:
+          The number of the news; None if the service does not answer.
+        """
         number, client = self.news + 1, coordination_client()
         while client is not None:
             try:
-                return client.key_value_set(f"{_NEWS}/{number}", "")
+                client.key_value_set(f"{_NEWS}/{number}", text)
+                return number
             except jax.errors.JaxRuntimeError as error:
                 if "ALREADY_EXISTS" not in str(error):
                     logging.debug("The coordination service does not answer: %s", error)
-                    return
+                    return None
                 number += 1  # that was of other news
+        return None
+
+    def find_silent(self, processes: Collection[int]) -> set[int]:
+        """Asks who lives; returns the processes that do not answer in time."""
+        number, silent = self.publish(_ASKS), set(processes)
+        deadline = time.monotonic() + SECS_TO_ANSWER
+        while number is not None and silent and time.monotonic() < deadline:
+            time.sleep(_SECS_BETWEEN_ANSWERS)
+            for key, answer in connected_client().key_value_dir_get(_ANSWERS):
+                if int(answer) >= number:
+                    silent.discard(int(key.rpartition("/")[2]))
+        return set() if number is None else silent
 
     def _close(self) -> None:
         """Ends the requests: one that returned later than Python ends would abort the process."""
@@ -218,15 +247,19 @@ class Supervisor:
             return error
         loss = self.loss
         if loss is None and isinstance(error, jax.errors.JaxRuntimeError):
-            self.publish()  # all processes have to look who lives
-            secs = _SECS_AFTER_AN_END if self.last_ended else self.peers.secs_to_know
-            self.wait_for(lambda: self.loss is not None, secs)
+            asked = self.look_who_lives()
+            self.wait_for(lambda: self.loss is not None or asked.done.is_set(), math.inf)
+            self.wait_for(lambda: self.loss is not None, _SECS_AFTER_AN_END)
             loss = self.loss or self._describe_early_end()
         if loss is None:
             return error
         lost = ProcessLostError(loss)
         lost.__cause__ = error
         return lost
+
+    def look_who_lives(self) -> Work:
+        """Starts to ask who lives; whoever does not answer is lost."""
+        return self.ask(self.peers.look)
 
     def raise_if_lost(self, needs_all: bool = False) -> None:
         """Raises `ProcessLostError` if a process has died, or, if all are still needed, has ended in order."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -168,7 +169,12 @@ class SealedFolder:
                     store.rm(names)
             else:
                 self.empty()
-            remove_dir(self.path)
+            try:
+                remove_dir(self.path)
+            except OSError as error:
+                # NFS and FUSE keep an open file under another name until it is closed. The next save removes the rest.
+                if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+                    raise
 
     # Checking and reading it.
 

@@ -1,8 +1,10 @@
 """What a model_dir may be, who may train in it, and who may read there meanwhile."""
 
 import concurrent.futures
+import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -55,6 +57,49 @@ def test_a_second_training_is_refused_until_the_first_is_dead(tmp_path):
     before = step_of(estimator)
     assert step_of(estimator.train(times(2))) == before + 2
     assert LOCK_FILE not in os.listdir(tmp_path)
+
+
+def test_a_training_ends_where_a_host_that_does_not_see_its_lock_begins_another(tmp_path, messages):
+    """As on a file system whose locks are of each host: the second says so, and the first saves nothing more."""
+    other = "process 7 on host elsewhere, since 2000-01-01 00:00:00,"
+    lock = tmp_path / LOCK_FILE
+    lock.write_text(other)
+    estimator = make(tmp_path, save_checkpoints_steps=2, save_checkpoints_async=False, steps_per_loop=1)
+    text = f"model_dir {str(tmp_path)!r} is in use: {other} trains in it, too, as its file system does not share locks"
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        estimator.train(times(9), hooks=[At(3, lambda: lock.write_text(other))])
+    warning = f"model_dir {tmp_path}: {other} has not released its lock. It has died, or"
+    assert any(warning in each for each in messages())
+    assert saved_steps(estimator) == [0, 2] and lock.read_text() == other
+
+
+def test_a_file_system_that_keeps_open_files_under_another_name_ends_no_training(tmp_path, monkeypatch):
+    """As NFS does in ".nfs...", and FUSE in ".fuse_hidden...", which stay until the file is closed."""
+    unlink, listed = os.unlink, "/proc/self/fd"
+    if not os.path.isdir(listed):
+        pytest.skip("needs a list of open files")
+
+    def keep_if_open(path, *, dir_fd=None):
+        whole = os.path.join("" if dir_fd is None else os.readlink(f"{listed}/{dir_fd}"), path)
+        folder, name = os.path.split(whole)
+        if name.startswith(".nfs"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), whole)
+        with contextlib.suppress(OSError):  # of a file that is closed meanwhile
+            for number in os.listdir(listed):
+                if os.path.lexists(f"{listed}/{number}") and os.readlink(f"{listed}/{number}") == whole:
+                    return os.rename(whole, os.path.join(folder, f".nfs{number}"))
+        return unlink(path, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", keep_if_open)
+        patched.setattr(os, "remove", keep_if_open)
+        estimator = make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=1).train(times(3))
+    kept = [*tmp_path.glob("ckpt-*.removed/.nfs*")]
+    assert saved_steps(estimator) == [3] and kept
+    for file in kept:
+        file.unlink()  # it is closed
+    estimator.train(times(1))
+    assert [path.name for path in tmp_path.glob("ckpt-*")] == ["ckpt-4"]
 
 
 def test_a_child_that_outlives_a_training_does_not_keep_its_lock(tmp_path):

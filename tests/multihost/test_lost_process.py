@@ -91,9 +91,9 @@ def watched():
     return watch()
 
 
-def watch(grace_secs=60.0, end_process=None):
+def watch(grace_secs=60.0, end_process=None, look=lambda supervisor: None):
     supervisor = Supervisor()
-    supervisor.begin_watch(Peers(end_process, (), 60.0, grace_secs, grace_secs))
+    supervisor.begin_watch(Peers(end_process, lambda: look(supervisor), (), grace_secs, grace_secs))
     return supervisor
 
 
@@ -101,6 +101,12 @@ def test_an_error_stays_as_it_is_where_nobody_watches():
     supervisor, error = Supervisor(), jax.errors.JaxRuntimeError("closed by peer")
     assert supervisor.explain(error) is error
     assert supervisor.loss is None
+
+
+def test_an_error_of_jax_is_explained_by_who_does_not_answer():
+    """And not only when the heartbeats have stopped."""
+    asking = watch(look=lambda supervisor: supervisor.note_loss(LOSS))
+    assert str(asking.explain(jax.errors.JaxRuntimeError("closed by peer"))) == f"{LOSS}{AGAIN}"
 
 
 def test_an_error_that_is_not_of_jax_is_not_waited_for(watched):

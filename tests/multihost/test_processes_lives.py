@@ -155,6 +155,19 @@ def test_a_signal_to_any_process_ends_all_with_a_checkpoint_of_the_same_step(tmp
     assert saved_at(tmp_path) == [0, report["at"]]
 
 
+def test_a_process_that_is_to_stop_asks_who_lives_and_does_not_wait_for_heartbeats(tmp_path):
+    """As under `srun --kill-on-bad-exit=1`, which kills it 30 s later: the other one, whose input blocks, has died."""
+    cluster = shared_cluster()
+    cluster.start("testing.scenarios.team_lives.train_until_terminated", str(tmp_path), 1, None, 600.0)
+    cluster.wait_for(1, "blocked")
+    cluster.kill(1)
+    cluster.kill(0, signal.SIGTERM)
+    ended, _ = cluster.ended()
+    assert ended.code == 1
+    lost = r"process 1 \(host .*, pid \d+\) has died, or its host has: it does not answer within 5 s\. Start all"
+    assert re.match(rf"estimator\.multihost\._supervisor\.ProcessLostError: {lost}", ended.lines[-1])
+
+
 def test_a_watchdog_names_the_process_whose_input_stalls(folder):
     run("testing.scenarios.team_lives.stall", str(folder))
     for index in (0, 1):

@@ -1,4 +1,4 @@
-"""Trains in the processes that `replicate.launch` or torchrun starts: `launched_training.py <folder> <steps>`."""
+"""Trains in the processes that a launcher or an engine starts: `launched_training.py <folder> <steps>`."""
 
 import hashlib
 import os
@@ -14,6 +14,9 @@ import optax
 import estimator as est
 from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
+# Of the process, as each of them says it.
+NUMBERS = "JAX_PROCESS_ID", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"
+
 
 def model_fn(features, labels, mode):
     w = est.get_variable("w", (8, 1), initializer=jax.nn.initializers.normal())
@@ -23,12 +26,12 @@ def model_fn(features, labels, mode):
 
 
 def input_fn():
-    context = est.input_context()
-    features = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
-    mine = slice(context.index, None, context.count)
-    labels = features.sum(1, keepdims=True)
-    batch = context.per_process_batch_size(16)
-    return est.inputs.numpy_input_fn(features[mine], labels[mine], batch, num_epochs=None, shuffle=True, seed=3)()
+    """The same batches for any number of processes."""
+    context, random = est.input_context(), np.random.default_rng(0)
+    size = context.per_process_batch_size(16)
+    while True:
+        features = random.normal(size=(16, 8)).astype(np.float32)[context.index * size :][:size]
+        yield features, features.sum(1, keepdims=True)
 
 
 class Slow(est.Hook):
@@ -48,11 +51,11 @@ class Slow(est.Hook):
 
 
 def main(folder, steps):
-    started = folder / f"started-{os.environ.get('JAX_PROCESS_ID') or os.environ['RANK']}"
+    started = folder / f"started-{next(os.environ[name] for name in NUMBERS if name in os.environ)}"
     started.with_suffix(".new").write_text(str(os.getpid()))
     started.with_suffix(".new").rename(started)  # whole at any moment
     initialize_distributed(timeout_secs=60)
-    config = est.RunConfig(save_checkpoints_steps=10, keep_checkpoint_max=3)
+    config = est.RunConfig(save_checkpoints_steps=10, keep_checkpoint_max=3, resume_input="count")
     estimator = est.Estimator(replicate_model_fn(model_fn), str(folder / "model"), config)
     try:
         estimator.train(input_fn, hooks=[Slow(folder, steps)], max_steps=steps)

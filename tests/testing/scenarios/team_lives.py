@@ -116,9 +116,9 @@ def slowly(i):
     time.sleep(0.05)
 
 
-def train_until_terminated(model_dir, blocked, late):
+def train_until_terminated(model_dir, blocked, late, heartbeat_timeout_secs=30.0):
     """The input of a process may block after some batches; one may get the signal when it has ended its training."""
-    start()
+    start(heartbeat_timeout_secs=heartbeat_timeout_secs)
     me = jax.process_index()
 
     def wait(i):
