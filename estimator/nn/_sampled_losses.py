@@ -70,11 +70,11 @@ def sampled_softmax_loss(
       ValueError: shapes or numbers do not fit.
       TypeError: labels or samples are not integers.
     """
-    logits, right = _sampled_logits(
+    logits, right, known = _sampled_logits(
         "sampled_softmax_loss", weights, biases, labels, inputs, num_sampled, num_classes, num_true, sampled_values,
         remove_accidental_hits, name, seed,
     )  # fmt: skip
-    return softmax_cross_entropy_with_logits_v2(labels=right, logits=logits)
+    return jnp.where(known, softmax_cross_entropy_with_logits_v2(labels=right, logits=logits), jnp.nan)
 
 
 def nce_loss(
@@ -109,11 +109,11 @@ def nce_loss(
     Raises:
       as `sampled_softmax_loss`.
     """
-    logits, right = _sampled_logits(
+    logits, right, known = _sampled_logits(
         "nce_loss", weights, biases, labels, inputs, num_sampled, num_classes, num_true, sampled_values,
         remove_accidental_hits, name, None,
     )  # fmt: skip
-    return sigmoid_cross_entropy_with_logits(labels=right, logits=logits).sum(1)
+    return jnp.where(known, sigmoid_cross_entropy_with_logits(labels=right, logits=logits).sum(1), jnp.nan)
 
 
 def log_uniform_candidate_sampler(
@@ -169,7 +169,7 @@ def log_uniform_candidate_sampler(
     drawn, tries = _draw_distinct(key, count, classes) if unique else (_draw(key, count, classes), jnp.int32(count))
 
     def expect(ids: jax.Array) -> jax.Array:
-        chance = jnp.log1p(1 / (ids.astype(jnp.float32) + 1)) / math.log(classes + 1)
+        chance = jnp.log1p(1 / (jnp.maximum(ids, 0).astype(jnp.float32) + 1)) / math.log(classes + 1)
         # That a class is among distinct samples at all: not among as many tries as they took.
         return jnp.where(tries == count, chance * count, -jnp.expm1(jnp.log1p(-chance) * tries.astype(chance.dtype)))
 
@@ -217,14 +217,16 @@ def _sampled_logits(
     remove_accidental_hits: bool,
     name: str,
     seed: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The logits of the right classes and of the samples, and the probabilities that are right."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The logits of the right classes and of the samples, the probabilities that are right, and the rows that count."""
     labels, x = _check_labels(caller, labels, num_true), widen(as_float(inputs))
+    # What is no class is computed as class 0: a row of weight 0, such as padding, then has a finite gradient.
+    known = (labels >= 0) & (labels < num_classes)
+    labels = jnp.where(known, labels, 0)
     if sampled_values is None:
         sampled_values = log_uniform_candidate_sampler(labels, num_true, num_sampled, True, num_classes, seed, name)
     sampled, of_labels, of_sampled = map(jnp.asarray, sampled_values)
     ids = jnp.concatenate([labels.ravel(), sampled.astype(labels.dtype)])
-    known = (labels >= 0) & (labels < num_classes)
     rows = widen(as_float(_rows(caller, weights, ids, num_classes)))
     bias = widen(as_float(_rows(caller, biases, ids, num_classes)))
     if x.shape != (len(labels), *rows.shape[1:]) or x.ndim != 2 or bias.ndim != 1:
@@ -242,9 +244,8 @@ def _sampled_logits(
         hit = (labels[:, :, None] == sampled).any(1)
         # The least number instead of minus infinity, whose product with a probability of 0 would be NaN.
         others = jnp.where(hit, jnp.finfo(others.dtype).min, others)
-    right = jnp.where(known, right, jnp.nan)
     wanted = jnp.concatenate([jnp.full_like(right, 1 / num_true), jnp.zeros_like(others)], 1)
-    return jnp.concatenate([right, others], 1), wanted
+    return jnp.concatenate([right, others], 1), wanted, known.all(1)
 
 
 def _rows(caller: str, table: ArrayLike | str, ids: jax.Array, num_classes: int) -> jax.Array:

@@ -263,7 +263,13 @@ def test_a_sample_that_is_right_is_left_out_and_a_label_that_is_no_class_gives_n
     w = jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32)
     gradient = jax.grad(lambda w: losses(w, jnp.array([[2]])).sum())(w)
     assert jnp.isfinite(gradient).all() and gradient[1].any() and not gradient[3].any()
-    assert jnp.isnan(losses(w, jnp.array([[0], [4], [-1]]))).tolist() == [False, True, True]
+    labels = jnp.array([[0], [4], [-1]])
+    assert jnp.isnan(losses(w, labels)).tolist() == [False, True, True]
+    weights = jnp.array([1.0, 0, 0])  # as padding has
+    gradient = jax.grad(lambda w: est.losses.compute_weighted_loss(losses(w, labels), weights))(w)
+    assert jnp.isfinite(gradient).all() and gradient.any()
+    drawn = est.nn.log_uniform_candidate_sampler(labels, 1, 2, True, 4, key=jax.random.key(0))
+    assert jnp.isfinite(drawn[1]).all()
 
 
 @pytest.mark.slow
