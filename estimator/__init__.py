@@ -162,6 +162,7 @@ __all__ = [
     "regularizers",
     "request_stop",
     "run_store",
+    "seq2seq",
     "set_learning_rate",
     "skipped_steps",
     "spread",
@@ -195,6 +196,7 @@ if TYPE_CHECKING:
         metrics,
         nn,
         regularizers,
+        seq2seq,
         summary,
         trackers,
         train,
@@ -320,6 +322,6 @@ else:
             "summary._plot": "plot_history",
             "variables._vocab_info": "VocabInfo",
             **dict.fromkeys("experimental export feature_column inputs io layers metrics nn".split(), ""),
-            **dict.fromkeys("regularizers summary trackers train".split(), ""),
+            **dict.fromkeys("regularizers seq2seq summary trackers train".split(), ""),
         },
     )

@@ -36,6 +36,7 @@ PROGRAMS = {  # smaller, and without dropout, which draws other numbers in each 
         "attention_dropout": 0.0,
         "relu_dropout": 0.0,
     },
+    "seq2seq": {"num_units": 8},
     "text_classification": {"dropout": 0.0},
     "text_classification lstm": {"model": "lstm"},
     "wide_deep": {"hidden_units": [8, 4]},
@@ -100,7 +101,9 @@ def code_lines(path):
     """The lines of code of the functions that make the model, and of the file's own that they call."""
     source = path.read_text(encoding="utf-8")
     defined = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    names = [name for name in defined if name.endswith("model_fn") or name in ("my_model", "build_estimator")]
+    names = [
+        name for name in defined if name.endswith("model_fn") or name in ("my_model", "build_estimator", "seq2seq")
+    ]
     for name in names:  # which grows
         called = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}
         names += [each for each in defined if each in called and each not in names]
