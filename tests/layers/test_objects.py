@@ -156,6 +156,19 @@ def test_dropout_of_a_cell_differs_in_each_step_and_is_off_in_evaluation():
     np.testing.assert_array_equal(model.eval_step(state, x).predictions[0], x)
 
 
+@pytest.mark.slow
+def test_dropout_of_a_cell_in_a_loop_of_your_own_is_an_error():
+    def model_fn(features, mode):
+        cell = est.layers.DropoutWrapper(est.layers.GRUCell(3), 0.5)
+        est.layers.dynamic_rnn(cell, features[0])  # makes the variables
+        last, _ = jax.lax.scan(lambda state, x: (est.layers.dynamic_rnn(cell, x, initial_state=state)[1], None), *start)
+        return est.EstimatorSpec(mode, last, jnp.sum(last), est.group())
+
+    start = jnp.zeros((2, 3)), np.stack([SEQUENCES] * 2)
+    with pytest.raises(ValueError, match=r"in a function that `jax.lax.scan` runs many times, each time with the same"):
+        started(model_fn, start[1])
+
+
 REFUSED = {
     TypeError: [
         (

@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 from testing import refused
-from testing.towers import predict, started
+from testing.towers import assert_close, predict, replicate, started
 
 import estimator as est
+from replicate import TowerOptimizer
 
 BATCH, MEMORY, WIDTH, UNITS, VOCABULARY, STEPS, END = 3, 5, 4, 6, 7, 4, 1
 RANDOM = np.random.default_rng(0)
@@ -314,3 +315,54 @@ REFUSED = {
 def test_wrong_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         predict(lambda features, mode: est.EstimatorSpec(mode, predictions=call()), jnp.ones(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [1, 4])
+def test_towers_train_and_search_as_one_big_batch(towers):
+    def model_fn(features, labels, mode):
+        rows, beams = features["inputs"].shape[0], 3
+        table = est.get_variable("table", (VOCABULARY, WIDTH))
+        cells = est.layers.MultiRNNCell([est.layers.BasicLSTMCell(UNITS) for _ in range(2)])
+        output_layer = est.layers.Dense(VOCABULARY, use_bias=False, name="projection")
+
+        def decoder_cell(beams):
+            memory, lengths = est.seq2seq.tile_batch((features["memory"], features["memory_length"]), beams)
+            attention = est.seq2seq.LuongAttention(UNITS, memory, lengths, scale=True)
+            cell = est.seq2seq.AttentionWrapper(cells, attention, UNITS)
+            return cell, cell.zero_state(rows * beams)
+
+        with est.variable_scope("decode", reuse=est.AUTO_REUSE):
+            cell, start = decoder_cell(1)
+            helper = est.seq2seq.TrainingHelper(features["inputs"], features["length"])
+            logits = est.seq2seq.dynamic_decode(est.seq2seq.BasicDecoder(cell, helper, start, output_layer))[0]
+        weights = est.nn.sequence_mask(features["length"], STEPS, jnp.float32)
+        loss = est.nn.sequence_loss(logits.rnn_output, jnp.tile(labels, (1, STEPS)), weights)
+        with est.variable_scope("decode", reuse=est.AUTO_REUSE):
+            cell, start = decoder_cell(beams)
+            decoder = est.seq2seq.BeamSearchDecoder(
+                cell, table, jnp.zeros(rows, int), END, start, beams, output_layer, length_penalty_weight=1.0
+            )
+            found = est.seq2seq.dynamic_decode(decoder, maximum_iterations=5)[0].predicted_ids
+        train_op = TowerOptimizer(optax.adam(0.02)).minimize(loss + 0 * jnp.sum(table))
+        return est.EstimatorSpec(mode, {"found": found, "logits": logits.rnn_output}, loss, train_op)
+
+    x = {name: np.tile(value, (3, *(1,) * (value.ndim - 1)))[:8] for name, value in X.items()}
+    y = RANDOM.integers(2, VOCABULARY, (8, 1))
+    results = []
+    for fn in (replicate(model_fn, 0), replicate(model_fn, towers)):
+        model, state = started(fn, x, y)
+        for _ in range(3):
+            state, _ = model.train_step(state, x, y)
+        spec = model.eval_step(state, x, y)
+        results.append(jax.device_get((state.variables, spec.loss, spec.predictions)))
+    assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    attention = "decode/decoder/attention_wrapper/"
+    assert set(results[0][0]) == {
+        "table",
+        "decode/memory_layer/kernel",
+        "decode/decoder/projection/kernel",
+        f"{attention}attention_layer/kernel",
+        f"{attention}luong_attention/attention_g",
+        *(f"{attention}multi_rnn_cell/cell_{n}/basic_lstm_cell/{kind}" for n in (0, 1) for kind in ("kernel", "bias")),
+    }
