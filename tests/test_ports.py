@@ -139,7 +139,7 @@ def test_no_port_needs_a_module_of_its_own():
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module.split(".")[0])
     libraries = {"estimator", "flax", "jax", "numpy", "optax", "replicate", "sklearn"}
-    assert imported == libraries | {"argparse", "os", "re", "tempfile", "time"}
+    assert imported == libraries | {"argparse", "itertools", "os", "re", "tempfile", "time"}
 
 
 OWN = {  # what a port may define by itself, because its original did

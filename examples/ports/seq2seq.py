@@ -2,11 +2,13 @@
 
     python examples/ports/seq2seq.py --towers 4
 
-The original is `seq2seq/seq2seq.py` of ilblackdragon/tf_examples, which feeds lines of two files. Here the sequences
-are made up, arrays of one length, and predictions need no outputs.
+The original is `seq2seq/seq2seq.py` of ilblackdragon/tf_examples, which reads lines of two files, and feeds
+them by a hook; here by input_fn. The lines are made up, and predictions need no outputs.
 """
 
 import argparse
+import itertools
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +20,6 @@ from replicate import replicate_model_fn
 GO_TOKEN = 0
 END_TOKEN = 1
 UNK_TOKEN = 2
-PARAMS = {
-    "vocab_size": 12,
-    "batch_size": 32,
-    "input_max_length": 8,
-    "output_max_length": 8,
-    "embed_dim": 16,
-    "num_units": 32,
-    "learning_rate": 0.01,
-}
 
 
 def seq2seq(mode, features, labels, params):
@@ -98,14 +91,115 @@ def seq2seq(mode, features, labels, params):
     )
 
 
+def tokenize_and_map(line, vocab):
+    return [vocab.get(token, UNK_TOKEN) for token in line.strip().split(" ")]
+
+
+def make_input_fn(
+    batch_size,
+    input_filename,
+    output_filename,
+    vocab,
+    input_max_length,
+    output_max_length,
+    input_process=tokenize_and_map,
+    output_process=tokenize_and_map,
+    repeat=True,
+):
+    def sampler():
+        while True:
+            with open(input_filename) as finput, open(output_filename) as foutput:
+                for in_line in finput:
+                    out_line = foutput.readline()
+                    yield {
+                        "input": input_process(in_line, vocab)[: input_max_length - 1] + [END_TOKEN],
+                        "output": output_process(out_line, vocab)[: output_max_length - 1] + [END_TOKEN],
+                    }
+            if not repeat:
+                return
+
+    def input_fn():
+        sample_me = sampler()
+        while recs := list(itertools.islice(sample_me, batch_size)):
+            inputs, outputs = [], []
+            for rec in recs:
+                inputs.append(rec["input"])
+                outputs.append(rec["output"])
+            # Pad me right with </S> token.
+            for i in range(len(recs)):
+                inputs[i] += [END_TOKEN] * (input_max_length - len(inputs[i]))
+                outputs[i] += [END_TOKEN] * (output_max_length - len(outputs[i]))
+            yield {"input": np.array(inputs, np.int32), "output": np.array(outputs, np.int32)}
+
+    return input_fn
+
+
+def load_vocab(filename):
+    vocab = {}
+    with open(filename) as f:
+        for idx, line in enumerate(f):
+            vocab[line.strip()] = idx
+    return vocab
+
+
+def get_rev_vocab(vocab):
+    return {idx: key for key, idx in vocab.items()}
+
+
+def get_formatter(keys, vocab):
+    rev_vocab = get_rev_vocab(vocab)
+
+    def to_str(sequence):
+        tokens = [rev_vocab.get(x, "<UNK>") for x in sequence]
+        return " ".join(tokens)
+
+    def format(values):
+        res = []
+        for key in keys:
+            res.append(f"{key} = {to_str(values[key][0].tolist())}")
+        return "\n".join(res)
+
+    return format
+
+
+def train_seq2seq(input_filename, output_filename, vocab_filename, model_dir, towers, steps, params):
+    vocab = load_vocab(vocab_filename)
+    params = {
+        "vocab_size": len(vocab),
+        "batch_size": 32,
+        "input_max_length": 8,
+        "output_max_length": 8,
+        "embed_dim": 16,
+        "num_units": 32,
+        "learning_rate": 0.01,
+    } | params
+    estimator = est.Estimator(
+        model_fn=replicate_model_fn(seq2seq, devices=jax.devices()[:towers]), model_dir=model_dir, params=params
+    )
+
+    input_fn = make_input_fn(
+        params["batch_size"],
+        input_filename,
+        output_filename,
+        vocab,
+        params["input_max_length"],
+        params["output_max_length"],
+    )
+
+    # Make hooks to print examples of predictions.
+    print_predictions = est.LoggingTensorHook(
+        ["predictions", "train_pred"], every_n_iter=100, formatter=get_formatter(["predictions", "train_pred"], vocab)
+    )
+
+    estimator.train(input_fn=input_fn, hooks=[print_predictions], steps=steps)
+    return estimator, vocab, params
+
+
 def sequences(examples, seed):
+    """Lines of letters, and the same backwards."""
     random = np.random.default_rng(seed)
-    length = PARAMS["input_max_length"]
-    inputs, outputs = np.full((2, examples, length), END_TOKEN, np.int32)
-    for forwards, backwards in zip(inputs, outputs, strict=True):
-        symbols = random.integers(UNK_TOKEN + 1, PARAMS["vocab_size"], random.integers(3, length))
-        forwards[: len(symbols)], backwards[: len(symbols)] = symbols, symbols[::-1]
-    return {"input": inputs, "output": outputs}
+    words = [random.choice(list("abcdefghi"), random.integers(3, 8)) for _ in range(examples)]
+    return {"input": np.array([" ".join(w) for w in words]), "output": np.array([" ".join(w[::-1]) for w in words])}
 
 
 def load_data():
@@ -113,17 +207,22 @@ def load_data():
 
 
 def main(towers=4, steps=600, model_dir=None, **params):
-    params = PARAMS | params
-    train_x, test_x = load_data()
-    estimator = est.Estimator(replicate_model_fn(seq2seq, devices=jax.devices()[:towers]), model_dir, params=params)
-    train_input_fn = est.inputs.numpy_input_fn(train_x, None, params["batch_size"], None, shuffle=True, seed=0)
-    eval_input_fn = est.inputs.numpy_input_fn(test_x, None, 100, shuffle=False)
-    print_predictions = est.LoggingTensorHook(["predictions", "train_pred"], every_n_iter=100)
-    estimator.train(train_input_fn, hooks=[print_predictions], steps=steps)
+    folder = tempfile.mkdtemp()
+    files = {"vocab": ["<S>", "</S>", "<UNK>", *"abcdefghi"]}
+    for name, data in zip(("train", "test"), load_data(), strict=True):
+        files |= {f"{name}_{key}": lines for key, lines in data.items()}
+    for name, lines in files.items():
+        with open(f"{folder}/{name}", "w") as f:
+            f.writelines(f"{line}\n" for line in lines)
+    names = (f"{folder}/{name}" for name in ("train_input", "train_output", "vocab"))
+    estimator, vocab, params = train_seq2seq(*names, model_dir, towers, steps, params)
+    lengths = params["input_max_length"], params["output_max_length"]
+    eval_input_fn = make_input_fn(100, f"{folder}/test_input", f"{folder}/test_output", vocab, *lengths, repeat=False)
     eval_results = estimator.evaluate(eval_input_fn)
     predictions = list(estimator.predict(eval_input_fn))
-    served = est.load_exported(estimator.export_model(f"{estimator.model_dir}/export", {"input": test_x["input"]}))
-    return estimator, eval_results, predictions, served({"input": test_x["input"]})
+    inputs = {"input": next(eval_input_fn())["input"]}
+    served = est.load_exported(estimator.export_model(f"{estimator.model_dir}/export", inputs))(inputs)
+    return estimator, eval_results, predictions, served
 
 
 if __name__ == "__main__":
