@@ -163,6 +163,7 @@ __all__ = [
     "regularizers",
     "request_stop",
     "run_store",
+    "seq2seq",
     "set_learning_rate",
     "skipped_steps",
     "spread",
@@ -197,6 +198,7 @@ if TYPE_CHECKING:
         metrics,
         nn,
         regularizers,
+        seq2seq,
         summary,
         trackers,
         train,
@@ -322,6 +324,6 @@ else:
             "summary._plot": "plot_history",
             "variables._vocab_info": "VocabInfo",
             **dict.fromkeys("experimental export feature_column image inputs io layers metrics nn".split(), ""),
-            **dict.fromkeys("regularizers summary trackers train".split(), ""),
+            **dict.fromkeys("regularizers seq2seq summary trackers train".split(), ""),
         },
     )

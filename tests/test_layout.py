@@ -33,7 +33,7 @@ LAYERS = (
         "estimator.interop",
         "estimator.multihost",
     ),
-    ("estimator.heads", "estimator.hooks", "estimator.steps", "estimator.train"),
+    ("estimator.heads", "estimator.hooks", "estimator.seq2seq", "estimator.steps", "estimator.train"),
     ("estimator.checkpoint",),
     ("estimator.export",),
     ("estimator.loop",),

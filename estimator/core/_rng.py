@@ -1,13 +1,16 @@
 """Random keys and the step counter of a run."""
 
+import contextlib
+import dataclasses
 import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from estimator.core._frame import Frame, current_frame, transformations_within
+from estimator.core._frame import Frame, current_frame, current_trace, transformations_within
 from estimator.runtime._transformations import find_repeating
 
 
@@ -42,6 +45,9 @@ def make_rng(name: str | None = None) -> jax.Array:
         raise TypeError(
             f"`est.make_rng` takes a name, a string, or nothing; got {name!r}. The seed is `est.RunConfig(seed=...)`."
         )
+    iteration = frame.notes.get(_Iteration)
+    if iteration.trace is not None and iteration.trace == current_trace():
+        return jax.random.fold_in(next_key(frame, name), iteration.number)
     loop = loop_around(frame)
     if loop is not None:
         call = "est.make_rng()" if name is None else f"est.make_rng({name!r})"
@@ -51,6 +57,38 @@ def make_rng(name: str | None = None) -> jax.Array:
             "number of the iteration in, by `jax.random.fold_in(key, i)`."
         )
     return next_key(frame, name)
+
+
+@dataclasses.dataclass
+class _Iteration:
+    """The loop of this library that a run is in: jax's trace of its body, and the number of the iteration."""
+
+    trace: Any = None
+    number: Any = None
+
+
+def begin_loop() -> Callable[[jax.Array], contextlib.AbstractContextManager[None]]:
+    """Lets `make_rng` work in the body of a loop that begins here: each iteration has keys of its own.
+
+    Returns:
+      The context for the loop's body, of the number of the iteration. In a loop within another one it has no effect,
+      since the number of the outer one's iteration is not known.
+    """
+    frame = current_frame("est.make_rng")
+    is_outermost = loop_around(frame) is None
+
+    @contextlib.contextmanager
+    def iterate(number: jax.Array) -> Iterator[None]:
+        note = frame.notes.get(_Iteration)
+        if is_outermost:
+            note.trace, note.number = current_trace(), number
+        try:
+            yield
+        finally:
+            if is_outermost:
+                note.trace = note.number = None
+
+    return iterate
 
 
 def loop_around(frame: Frame) -> str | None:

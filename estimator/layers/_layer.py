@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from estimator.core._frame import current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.variables._policy import cast_to_compute
-from estimator.variables._variable_scope import Reuse, variable_scope
+from estimator.variables._variable_scope import Reuse, VariableScope, variable_scope
 
 Activation = Callable[[jax.Array], jax.Array] | str | None
 Initializer = Callable[..., jax.Array] | None
@@ -37,15 +37,21 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @contextlib.contextmanager
 def layer_scope(
-    layer: str, name: str | None, reuse: Reuse, default_name: str | None = None, shares: bool = False
+    layer: str,
+    name: str | VariableScope | None,
+    reuse: Reuse,
+    default_name: str | None = None,
+    shares: bool = False,
 ) -> Iterator[None]:
     """The scope of a layer's variables: its name, or the default one, which may be the layer's, made unique.
+
+    The name of a layer that is an object is the scope of its first use.
 
     `shares`: whether the default name is not made unique in a scope that reuses variables.
     """
     default_name = default_name or layer
     frame = current_frame(f"est.layers.{layer}")  # or raises an error that names the layer
-    if name is not None and (not isinstance(name, str) or not name):
+    if name is not None and (not isinstance(name, str | VariableScope) or not name):
         raise TypeError(f"`est.layers.{layer}` needs a name that is a string, or none; got {name!r}.")
     # The first call has the plain default name; made unique, it would be the name of a new layer.
     if name is None and (reuse or (shares and frame.reuse)):

@@ -2,44 +2,67 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from estimator.layers._dense import multiply
+from estimator.core._rng import begin_loop
+from estimator.core._typing import PyTree
+from estimator.layers._cells import BasicLSTMCell, GatedCell, GRUCell, LSTMState, RNNCell, check_cells, select_rows
 from estimator.layers._dropout import dropout
-from estimator.layers._layer import (
-    Activation,
-    Initializer,
-    Regularizer,
-    activate,
-    as_input,
-    check_count,
-    layer_scope,
-    ones,
-    zeros,
-)
-from estimator.variables._variable_scope import Reuse, variable_scope
-from estimator.variables._variables import get_variable
+from estimator.layers._layer import Activation, Initializer, Regularizer, as_input, check_count, layer_scope, zeros
+from estimator.variables._variable_scope import Reuse, VariableScope, variable_scope
 
 
-class LSTMState(NamedTuple):
-    """The state of an LSTM, as TensorFlow's `LSTMStateTuple`.
+def dynamic_rnn(
+    cell: RNNCell,
+    inputs: ArrayLike,
+    sequence_length: ArrayLike | None = None,
+    initial_state: PyTree = None,
+    dtype: DTypeLike | None = None,
+    parallel_iterations: Any = None,
+    swap_memory: Any = None,
+    time_major: bool = False,
+    scope: str | VariableScope | None = None,
+) -> tuple[jax.Array, PyTree]:
+    """The outputs of a cell for all steps, and its last state, as `tf.nn.dynamic_rnn`.
 
-    Attributes:
-      c: the memory, `[batch, units]`.
-      h: the output of the last step, `[batch, units]`.
+    `est.layers.lstm` and `est.layers.gru` are it with one cell.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     layers = [est.layers.DropoutWrapper(est.layers.GRUCell(8), input_keep_prob=0.8) for _ in range(2)]
+    ...     outputs, states = est.layers.dynamic_rnn(est.layers.MultiRNNCell(layers), features["x"], features["length"])
+    ...     return est.EstimatorSpec(mode, predictions={"outputs": outputs, "last": states[-1]})
+    >>> model, x = est.transform(model_fn), {"x": jnp.ones((2, 5, 3)), "length": jnp.array([5, 2])}
+    >>> predictions = model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions
+    >>> print(predictions["outputs"].shape, (predictions["outputs"][1, 1] == predictions["last"][1]).all())
+    (2, 5, 8) True
+
+    Args:
+      cell: an `est.layers.RNNCell`.
+      inputs: `[batch, steps, width]`, floating; with `time_major`, as the outputs then, `[steps, batch, width]`.
+      sequence_length: how many steps each example has, `[batch]`; afterwards its outputs are zeros and its state stays.
+        If None, all do.
+      initial_state: of the form of the cell's `zero_state(batch)`, which is the default.
+      dtype: of the state, if there is no `initial_state`; by default of the inputs.
+      parallel_iterations, swap_memory: without effect.
+      scope: of the cell's variables; "rnn" by default, made unique unless variables are reused.
+
+    Raises:
+      TypeError: the cell is something else, the inputs are not floating, or the lengths are not integers.
+      ValueError: an argument is wrong, or there is a layer of that name already.
     """
-
-    c: jax.Array
-    h: jax.Array
-
-
-Step = Callable[[Any, Any], Any]
-"""Function of a state, and of the part of a step's inputs that a cell needs, which returns the next state."""
+    check_cells("dynamic_rnn", cell)
+    with layer_scope("dynamic_rnn", scope, None, "rnn", shares=True):
+        x, lengths = _inputs("dynamic_rnn", inputs, sequence_length, time_major)
+        start = cell.zero_state(x.shape[1], dtype or x.dtype) if initial_state is None else initial_state
+        outputs, state = _run(cell, x, start, lengths)
+    return _as_given(outputs, time_major), state
 
 
 def lstm(
@@ -92,32 +115,17 @@ def lstm(
       TypeError: the inputs are not floating, or the lengths are not integers.
       ValueError: an argument is wrong, or there is a layer of that name already.
     """
-    with layer_scope("lstm", name, reuse, "rnn", shares=True):
-        x, lengths = _inputs("lstm", inputs, sequence_length, time_major)
-        width, units = x.shape[-1], check_count("lstm", "units", units)
-        with variable_scope(cell_name):
-            shape = (width + units, 4 * units)
-            kernel = get_variable(
-                "kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer
-            )
-            bias = get_variable("bias", (4 * units,), x.dtype, bias_initializer, trainable)
-        activation = jnp.tanh if activation is None else activation
-
-        def step(state: tuple[jax.Array, jax.Array], gates: jax.Array) -> tuple[jax.Array, jax.Array]:
-            c, h = state
-            # TensorFlow's order of the gates, so that its checkpoints fit; Keras and torch have the forget gate second.
-            i, j, f, o = jnp.split(gates + h @ kernel[width:], 4, axis=-1)
-            new = activate("lstm", activation, j) * jax.nn.sigmoid(i)
-            # Added in each step, and not to the initial bias: in TensorFlow's checkpoints the bias does not include it.
-            c = c * jax.nn.sigmoid(f + forget_bias) + new
-            return c, activate("lstm", activation, c) * jax.nn.sigmoid(o)
-
-        gates = multiply(x, kernel[:width]) + bias  # of all steps, in one product of matrices
-        # `_inputs` has moved the steps first, whatever `time_major` is.
-        zero = jnp.zeros((x.shape[1], units), x.dtype)
-        start = (zero, zero) if initial_state is None else tuple(initial_state)
-        outputs, state = _run("lstm", gates, step, start, lengths, units)
-    return _as_given(outputs, time_major), LSTMState(*state)
+    units = check_count("lstm", "units", units)
+    cell = BasicLSTMCell(
+        *(units, forget_bias, True, activation),
+        kernel_initializer=kernel_initializer,
+        bias_initializer=bias_initializer,
+        kernel_regularizer=kernel_regularizer,
+        trainable=trainable,
+        name=cell_name,
+        caller="lstm",
+    )
+    return _run_layer(cell, "lstm", inputs, sequence_length, initial_state, time_major, name, reuse)
 
 
 def gru(
@@ -153,36 +161,14 @@ def gru(
     Args:
       bias_initializer: if None, ones for the gates, zeros for the candidate.
     """
-    with layer_scope("gru", name, reuse, "rnn", shares=True):
-        x, lengths = _inputs("gru", inputs, sequence_length, time_major)
-        width, units = x.shape[-1], check_count("gru", "units", units)
-        activation = jnp.tanh if activation is None else activation
-
-        def variables(name: str, size: int, bias_default: Initializer) -> tuple[jax.Array, jax.Array]:
-            shape, regularizer = (width + units, size), kernel_regularizer
-            with variable_scope(name):
-                return (
-                    get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=regularizer),
-                    get_variable("bias", (size,), x.dtype, bias_initializer or bias_default, trainable),
-                )
-
-        with variable_scope(cell_name):
-            # Ones, TensorFlow's default: at first the gates are open, and most of the state is kept.
-            gates_kernel, gates_bias = variables("gates", 2 * units, ones)
-            kernel, bias = variables("candidate", units, zeros)
-
-        def step(state: tuple[jax.Array], inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-            (h,) = state
-            r, u = jnp.split(jax.nn.sigmoid(inputs[0] + h @ gates_kernel[width:]), 2, axis=-1)
-            # `r` is applied to the state before the product, as in TensorFlow's cell; torch's and cuDNN's apply it
-            # afterwards.
-            candidate = activate("gru", activation, inputs[1] + (r * h) @ kernel[width:])
-            return (u * h + (1 - u) * candidate,)
-
-        parts = (multiply(x, gates_kernel[:width]) + gates_bias, multiply(x, kernel[:width]) + bias)  # as in `lstm`
-        start = jnp.zeros((x.shape[1], units), x.dtype) if initial_state is None else jnp.asarray(initial_state)
-        outputs, (state,) = _run("gru", parts, step, (start,), lengths, units)
-    return _as_given(outputs, time_major), state
+    units = check_count("gru", "units", units)
+    cell = GRUCell(
+        *(units, activation, None, kernel_initializer, bias_initializer, cell_name),
+        kernel_regularizer=kernel_regularizer,
+        trainable=trainable,
+        caller="gru",
+    )
+    return _run_layer(cell, "gru", inputs, sequence_length, initial_state, time_major, name, reuse)
 
 
 def bidirectional_lstm(
@@ -321,31 +307,56 @@ def _both_ways(
     return tuple(_as_given(x, time_major) for x in outputs), (state_forwards, state_backwards)
 
 
-def _run(
-    layer: str, inputs: Any, step: Step, start: tuple[jax.Array, ...], lengths: jax.Array | None, units: int
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _run_layer(
+    cell: GatedCell,
+    layer: str,
+    inputs: ArrayLike,
+    sequence_length: ArrayLike | None,
+    initial_state: PyTree,
+    time_major: bool,
+    name: str | None,
+    reuse: Reuse,
+) -> Any:
+    with layer_scope(layer, name, reuse, "rnn", shares=True):
+        x, lengths = _inputs(layer, inputs, sequence_length, time_major)
+        start = cell.zero_state(x.shape[1], x.dtype)
+        if initial_state is not None:
+            leaves, shape = jax.tree.leaves(initial_state), (x.shape[1], cell.output_size)
+            if any(jnp.shape(each) != shape for each in leaves):
+                raise ValueError(
+                    f"`est.layers.{layer}` needs an `initial_state` of shape {shape}; got "
+                    f"{', '.join(str(jnp.shape(each)) for each in leaves)}."
+                )
+            start = jax.tree.unflatten(jax.tree.structure(start), [jnp.asarray(each, x.dtype) for each in leaves])
+        outputs, state = _run(cell, x, start, lengths)
+    return _as_given(outputs, time_major), state
+
+
+def _run(cell: RNNCell, x: jax.Array, start: PyTree, lengths: jax.Array | None) -> tuple[jax.Array, PyTree]:
     """The outputs of all steps, and the state after an example's last one."""
-    first = jax.tree.leaves(inputs)[0]
-    steps, batch, dtype = first.shape[0], first.shape[1], first.dtype
-    if any(jnp.shape(x) != (batch, units) for x in start):
-        raise ValueError(
-            f"`est.layers.{layer}` needs an `initial_state` of shape {(batch, units)}; got "
-            f"{', '.join(str(jnp.shape(x)) for x in start)}."
-        )
+    step: Callable[[Any, PyTree], tuple[jax.Array, PyTree]]
+    if isinstance(cell, GatedCell):
+        weights = cell.weights(x)
+        # Of all steps, in one product of matrices.
+        parts, step = cell.project(weights, x), functools.partial(cell.step, weights)
+    else:
+        parts, step = x, cell
+        cell(x[0], start)  # makes the variables, which a loop cannot; XLA drops the rest
+    iterate = begin_loop()
 
-    def body(state: tuple[jax.Array, ...], at: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        number, inputs = at
-        after = step(state, inputs)
+    def body(state: PyTree, at: tuple[jax.Array, Any]) -> tuple[PyTree, jax.Array]:
+        number, part = at
+        with iterate(number):
+            output, after = step(part, state)
+        # `scan` needs a carry of the same dtype before and after each step.
+        after = jax.tree.map(lambda new, old: new.astype(old.dtype), after, state)
         if lengths is None:
-            return after, after[-1]
+            return after, output
         # All steps run, masked: the length of `scan` is static and cannot depend on the longest example of a batch.
-        runs = (number < lengths)[:, None]
-        output = jnp.where(runs, after[-1], 0)
-        return tuple(jnp.where(runs, new, old) for new, old in zip(after, state, strict=True)), output
+        runs = number < lengths
+        return select_rows(runs, after, state), select_rows(runs, output, jnp.zeros_like(output))
 
-    # `scan` needs a carry of the same dtype before and after each step.
-    start = tuple(jnp.asarray(x, dtype) for x in start)
-    state, outputs = jax.lax.scan(body, start, (jnp.arange(steps), inputs))
+    state, outputs = jax.lax.scan(body, jax.tree.map(jnp.asarray, start), (jnp.arange(x.shape[0]), parts))
     return outputs, state
 
 

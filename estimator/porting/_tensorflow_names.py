@@ -31,7 +31,15 @@ _RECEIVER = (
 )
 _FLAX = "a Flax module, by `est.flax_module`"
 _CONVOLUTION = "a Flax module, or `jax.lax.conv_general_dilated`"
-_CELL = "a function that runs the cell over all steps"
+_CELLS = "BasicLSTMCell DropoutWrapper GRUCell LSTMCell MultiRNNCell RNNCell".split()
+_IN_SEQ2SEQ = (
+    "AttentionWrapper AttentionWrapperState BahdanauAttention BasicDecoder BasicDecoderOutput BeamSearchDecoder "
+    "GreedyEmbeddingHelper LuongAttention TrainingHelper dynamic_decode tile_batch"
+).split()
+_HELPER = (
+    "a helper of your own for `est.seq2seq.BasicDecoder`, whose `sample` calls `jax.random.categorical` with "
+    "`est.make_rng()`"
+)
 _NO_SESSIONS = "nothing: there are no sessions"
 _TREES = "nothing: a gradient does not train trees"
 _TOWERS = "`replicate_model_fn(model_fn)`, from `replicate`"
@@ -194,19 +202,8 @@ NAMES = {
     "tf.summary.tensor_summary": "`est.record('name', value)`, for a hook to read",
     "tf.summary.text": "nothing: a compiled program has no strings; `logging.info` at the place where the text is made",
     # tf.layers, tf.contrib.layers, and the layers and cells of others
-    "tf.layers.AveragePooling1D": "`est.layers.average_pooling1d(inputs, pool_size, strides)`, a function",
-    "tf.layers.AveragePooling2D": "`est.layers.average_pooling2d(inputs, pool_size, strides)`, a function",
-    "tf.layers.BatchNormalization": "`est.layers.batch_normalization(inputs)`, a function",
-    "tf.layers.Conv1D": "`est.layers.conv1d(inputs, filters, kernel_size)`, a function",
-    "tf.layers.Conv2D": "`est.layers.conv2d(inputs, filters, kernel_size)`, a function",
-    "tf.layers.Conv2DTranspose": "`est.layers.conv2d_transpose(inputs, filters, kernel_size)`, a function",
-    "tf.layers.Dense": "`est.layers.dense(inputs, units)`, a function; two calls with one `name` and "
-    "`reuse=est.AUTO_REUSE` share the variables",
-    "tf.layers.Dropout": "`est.layers.dropout(inputs, rate)`, a function",
-    "tf.layers.Flatten": "`est.layers.flatten(inputs)`, a function",
-    "tf.layers.MaxPooling1D": "`est.layers.max_pooling1d(inputs, pool_size, strides)`, a function",
-    "tf.layers.MaxPooling2D": "`est.layers.max_pooling2d(inputs, pool_size, strides)`, a function",
-    "tf.layers.SeparableConv2D": "`est.layers.separable_conv2d(inputs, filters, kernel_size)`, a function",
+    "tf.layers.Conv3D": _CONVOLUTION,
+    "tf.layers.Dense": "`est.layers.Dense(units)`, as all classes of `tf.layers`; see `est.layers.Layer`",
     "tf.layers.average_pooling3d": "`jax.lax.reduce_window`",
     "tf.layers.conv3d": _CONVOLUTION,
     "tf.layers.conv3d_transpose": _CONVOLUTION,
@@ -233,22 +230,24 @@ NAMES = {
     "tf.keras.layers.GlobalMaxPooling1D": "`est.layers.global_max_pooling1d(inputs)`, a function",
     "tf.keras.layers.GlobalMaxPooling2D": "`est.layers.global_max_pooling2d(inputs)`, a function",
     "tf.keras.layers.LSTM": "`est.layers.lstm(inputs, units)`, a function",
-    "tf.nn.rnn_cell": f"`est.layers.lstm` or `est.layers.gru`, {_CELL}",
-    "tf.nn.rnn_cell.MultiRNNCell": "`est.layers.lstm` or `est.layers.gru` for each cell, of the last one's outputs",
-    "tf.nn.rnn_cell.BasicLSTMCell": f"`est.layers.lstm(inputs, units)`, {_CELL}",
-    "tf.nn.rnn_cell.DropoutWrapper": "`est.layers.dropout(x, rate)` of the inputs or outputs of a layer, where "
-    "`rate` is `1 - keep_prob`",
-    "tf.nn.rnn_cell.GRUCell": f"`est.layers.gru(inputs, units)`, {_CELL}",
-    "tf.nn.rnn_cell.LSTMCell": f"`est.layers.lstm(inputs, units)`, {_CELL}; `cell_name='lstm_cell'` for its names",
+    "tf.nn.rnn_cell": "`est.layers`, such as `est.layers.MultiRNNCell`",
+    **{f"tf.nn.rnn_cell.{name}": f"`est.layers.{name}`" for name in _CELLS},
+    "tf.nn.rnn_cell.BasicRNNCell": "a subclass of `est.layers.RNNCell`",
+    "tf.nn.rnn_cell.DeviceWrapper": "nothing: a tower's device is chosen for the whole of it; leave it out",
+    "tf.nn.rnn_cell.LSTMStateTuple": "`est.layers.LSTMState`",
+    "tf.nn.rnn_cell.ResidualWrapper": "a subclass of `est.layers.RNNCell`",
+    "tf.contrib.rnn": "`est.layers`, such as `est.layers.MultiRNNCell`",
+    "tf.contrib.rnn.OutputProjectionWrapper": "`est.layers.OutputProjectionWrapper(cell, output_size)`",
     # tf.nn and what is in `est.nn` of others
     **{f"tf.nn.{name}": f"`est.nn.{name}`" for name in _IN_NN},
     "tf.clip_by_average_norm": "`est.nn.clip_by_average_norm(t, clip_norm)`",
     "tf.clip_by_norm": "`est.nn.clip_by_norm(t, clip_norm)`",
     "tf.contrib.crf.crf_decode": "`est.nn.crf_decode(potentials, transition_params, sequence_length)`",
     "tf.contrib.crf.crf_log_likelihood": "`est.nn.crf_log_likelihood(inputs, tag_indices, sequence_lengths)`",
-    "tf.contrib.seq2seq": "`est.layers.lstm`, `est.layers.gru` and `est.nn.sequence_loss`; a decoder is a "
-    "`jax.lax.scan`",
-    "tf.contrib.seq2seq.AttentionWrapper": "`jax.nn.dot_product_attention`, in a decoder's `jax.lax.scan`",
+    "tf.contrib.seq2seq": "`est.seq2seq`, and `est.nn.sequence_loss`",
+    **{f"tf.contrib.seq2seq.{name}": f"`est.seq2seq.{name}`" for name in _IN_SEQ2SEQ},
+    "tf.contrib.seq2seq.SampleEmbeddingHelper": _HELPER,
+    "tf.contrib.seq2seq.ScheduledEmbeddingTrainingHelper": _HELPER,
     "tf.contrib.seq2seq.sequence_loss": "`est.nn.sequence_loss(logits, targets, weights)`",
     "tf.sequence_mask": "`est.nn.sequence_mask(lengths, maxlen)`, whose `maxlen` is an int, such as `x.shape[1]`",
     "tf.nn.atrous_conv2d": "`est.layers.conv2d(inputs, filters, kernel_size, dilation_rate=2)`",
@@ -264,7 +263,7 @@ NAMES = {
     "tf.nn.ctc_greedy_decoder": "`jnp.argmax(logits, -1)`, of which the host drops repeated classes, then blanks",
     "tf.nn.depthwise_conv2d_native": "`est.nn.depthwise_conv2d`",
     "tf.nn.dropout": "`est.layers.dropout(x, rate)`, where `rate` is `1 - keep_prob`",
-    "tf.nn.dynamic_rnn": "`est.layers.lstm(inputs, units)` or `est.layers.gru`",
+    "tf.nn.dynamic_rnn": "`est.layers.dynamic_rnn(cell, inputs, sequence_length)`, or `est.layers.lstm(inputs, units)`",
     "tf.nn.elu": "`jax.nn.elu`",
     "tf.nn.embedding_lookup": "`est.embedding_lookup(name, ids)` of a variable's name, or `table[ids]`",
     "tf.nn.embedding_lookup_sparse": "`est.embedding_lookup_sparse(name, ids)` of a variable's name",
@@ -374,9 +373,10 @@ NAMES = {
 
 PARTS = {
     "Reduction": ("tf.losses.Reduction.",),
-    "estimator.layers": ("tf.layers.", "tf.contrib.layers.", "tf.keras.layers.", "tf.nn.rnn_cell."),
+    "estimator.layers": ("tf.layers.", "tf.contrib.layers.", "tf.keras.layers.", "tf.nn.rnn_cell.", "tf.contrib.rnn."),
     "estimator.losses": ("tf.losses.",),
     "estimator.nn": ("tf.nn.",),
+    "estimator.seq2seq": ("tf.contrib.seq2seq.",),
     "estimator.metrics": ("tf.metrics.",),
     "estimator.summary": ("tf.summary.",),
     "estimator.feature_column": ("tf.feature_column.",),

@@ -335,9 +335,9 @@ REFUSED = {
         (lambda: est.layers.gru(SEQUENCES, 3, X[:3, 0]), "integers as `sequence_length`; got float32"),
     ],
     AttributeError: [
-        (lambda: est.layers.Dense, r"has no attribute 'Dense'; here it is `est.layers.dense\(inputs, units\)`"),
+        (lambda: est.layers.Conv3D, r"has no attribute 'Conv3D'; here it is a Flax module, or `jax.lax.conv_g"),
         (lambda: est.layers.fully_connected, "here it is `est.layers.dense"),
-        (lambda: est.layers.dnese, "has no attribute 'dnese'; it has LSTMState, average_pooling1d"),
+        (lambda: est.layers.dnese, "has no attribute 'dnese'; it has AveragePooling1D, AveragePooling2D"),
     ],
 }
 

@@ -29,6 +29,7 @@ PUBLIC = [
     "estimator.nn",
     "estimator.regularizers",
     "estimator.renew",
+    "estimator.seq2seq",
     "estimator.summary",
     "estimator.testing",
     "estimator.trackers",

@@ -12,7 +12,7 @@ PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "tensorflow_names.
 HEAD = """# TensorFlow's names
 
 TensorFlow 1.x names that are different here, or missing. Using one is an error that says the same: in modules, as
-`est.SessionRunHook` and `est.layers.Dense`, and on objects, as `estimator.export_savedmodel` and `config.task_type`.
+`est.SessionRunHook` and `est.layers.conv3d`, and on objects, as `estimator.export_savedmodel` and `config.task_type`.
 `est.train` has the optimizers and schedules of `tf.train` and `tf.contrib.opt`, with their arguments and numbers.
 Most other names of `tf.estimator`, `tf.train`, `tf.layers`, `tf.losses`, `tf.metrics`, `tf.summary` and
 `tf.feature_column` are the same in `est`; operations (`tf.matmul`, `tf.nn.relu`) are in `jax.numpy`, `jax.nn`,
