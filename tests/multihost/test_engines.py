@@ -11,8 +11,8 @@ import time
 
 import pytest
 from testing.cluster import free_port
+from testing.engines.slurm import PROGRAMS, running_slurm
 from testing.estimators import saved_at
-from testing.slurm import PROGRAMS, running_slurm
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "testing" / "scenarios" / "launched_training.py"

@@ -1,0 +1,1 @@
+"""Engines that a test starts on this host."""
