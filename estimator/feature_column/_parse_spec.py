@@ -40,7 +40,7 @@ def features_of_one_width(feature_columns: Iterable[Any]) -> set[str]:
     alone: set[str] = set()
     together: set[str] = set()
     for column in as_columns(feature_columns):
-        inner = getattr(column, "categorical_column", column)
+        inner = column if isinstance(column, CategoricalColumn) else getattr(column, "categorical_column", None)
         is_alone = isinstance(inner, CategoricalColumn) and not inner.is_weighted
         is_alone = is_alone and not isinstance(inner, SequenceCategoricalColumn)
         (alone if is_alone else together).update(column.example_features())

@@ -46,8 +46,12 @@ class Requests:
         tf = self._tf
         if self.parses:
             return {serialized: tf.TensorSpec([self._rows], tf.string, name=serialized)}
-        dtypes = {name: tf.string if key in self._coders else x.dtype for name, (key, x) in _named(features).items()}
-        return {name: tf.TensorSpec(shape_of(x), dtypes[name], name=name) for name, (_, x) in _named(features).items()}
+        dtypes = {
+            name: tf.string if key in self._coders else x.dtype for name, (key, x) in _name_inputs(features).items()
+        }
+        return {
+            name: tf.TensorSpec(shape_of(x), dtypes[name], name=name) for name, (_, x) in _name_inputs(features).items()
+        }
 
     def read(self, inputs: Mapping[str, Any], features: Any) -> Any:
         """The features of a request, in the dtypes and containers of `features`."""
@@ -56,7 +60,7 @@ class Requests:
             return self._parse(serialized, features)
         leaves = [
             self._cast(self._encode(key, inputs[name]), x) if key in self._coders else inputs[name]
-            for name, (key, x) in _named(features).items()
+            for name, (key, x) in _name_inputs(features).items()
         ]
         return jax.tree.unflatten(jax.tree.structure(features), leaves)
 
@@ -187,7 +191,7 @@ def _inner(coder: Coder) -> Coder:
     return coder.coder if isinstance(coder, StepCoder) else coder
 
 
-def _named(features: Any) -> dict[str, tuple[str, Any]]:
+def _name_inputs(features: Any) -> dict[str, tuple[str, Any]]:
     """The features, and their keys, by names that TensorFlow takes for inputs: letters, digits and "_", a letter first;
     but "features_self" for "self", and "features_class" for "class" as for each word of Python."""
     inputs: dict[str, tuple[str, Any]] = {}

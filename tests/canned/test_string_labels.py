@@ -58,9 +58,12 @@ def test_an_export_has_the_names_in_its_signature(tmp_path):
     linear = est.LinearClassifier(COLUMNS, tmp_path, 3, label_vocabulary=SPECIES).train(input_fn, steps=1)
     exported = est.load_exported(linear.export_model(tmp_path / "export", {"x": X[:1]}))
     assert exported({"x": X})["classes"].tolist() == SPECIES
-    assert exported({"x": X}, "predict").keys() == {"logits", "probabilities", "class_ids", "all_class_ids"}
-    with pytest.raises(ValueError, match=r"there is no \['classes'\]. .* the predictions are \['all_class_ids', 'clas"):
-        linear.export_model(tmp_path / "export", {"x": X[:1]}, outputs=["classes"])
+    predicted = exported({"x": X}, "predict")
+    assert predicted.keys() == {"logits", "probabilities", "class_ids", "all_class_ids", "classes", "all_classes"}
+    assert predicted["classes"].tolist() == np.array(SPECIES)[predicted["class_ids"]].tolist()
+    assert predicted["all_classes"].tolist() == [SPECIES] * len(X)
+    part = est.load_exported(linear.export_model(tmp_path / "part", {"x": X[:1]}, outputs=["classes"]))
+    assert part({"x": X})["classes"].tolist() == predicted["classes"].tolist()
 
 
 def test_strings_are_encoded_by_their_position():

@@ -278,3 +278,39 @@ def test_an_export_of_64_bits_wants_them_on(model_dir, tmp_path):
         assert est.load_exported(path)(wide)["output"].tolist() == [0.2]
     with pytest.raises(ValueError, match="was exported with jax_enable_x64 and has arrays of dtype float64"):
         est.load_exported(path)
+
+
+STRINGS = {"pet": est.io.VarLenFeature(str)}
+PARSING = est.export.build_parsing_serving_input_receiver_fn
+RAW = est.export.build_raw_serving_input_receiver_fn
+
+
+@pytest.mark.parametrize(
+    "build, error, message",
+    [
+        (lambda: PARSING({}), ValueError, "Missing: features was {}"),
+        (lambda: PARSING(None), ValueError, "Missing: features was None"),
+        (lambda: PARSING({1: STRINGS["pet"]}), ValueError, r"feature keys must be strings: 1\."),
+        (lambda: PARSING({"x": np.float32}), TypeError, "needs a FixedLenFeature or VarLenFeature or .* for 'x'"),
+        (lambda: PARSING(STRINGS), ValueError, "the feature 'pet' is of strings, .* Give `columns=columns`"),
+        (lambda: PARSING(STRINGS, 0), ValueError, "default_batch_size must be a positive int, or None .* got 0"),
+        (lambda: RAW(None), ValueError, r"features must be defined\."),
+        (lambda: RAW(np.ones(3)), TypeError, "takes features in a dict by key; got ndarray"),
+        (lambda: RAW({"pet": np.array(["a"])}), ValueError, "the feature 'pet' is of strings"),
+    ],
+)
+def test_what_cannot_be_received_is_refused_when_the_function_is_built(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_a_receiver_has_the_batch_size_and_the_widths_of_requests():
+    counts = est.feature_column.categorical_column_with_identity("id", 5)
+    columns = [est.feature_column.weighted_categorical_column(counts, "w"), counts]
+    spec = {**est.feature_column.make_parse_example_spec(columns), "more": est.io.VarLenFeature(np.float32)}
+    receiver = PARSING({**spec, "x": est.io.FixedLenFeature([2], np.float32)}, 4, columns=columns)()
+    shapes = {key: x.shape for key, x in receiver.features.items()}
+    assert shapes == {"id": (4, 1), "w": (4, 1), "more": (4, 1), "x": (4, 2)}
+    assert receiver.widths == dict.fromkeys(["id", "w", "more"], "k")  # weights need one for each id
+    assert PARSING(spec, columns=[counts])().widths == {"id": "k1", "w": "k", "more": "k"}
+    assert RAW({"x": np.ones((8, 3))}, 2)().features["x"].shape == (2, 3)
