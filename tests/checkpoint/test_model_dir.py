@@ -366,7 +366,7 @@ def test_a_signal_to_all_processes_ends_a_training_with_forked_workers(tmp_path,
     sent = time.monotonic()
     os.killpg(shared_cluster().pids[0], number)
     assert shared_cluster().ended()[0].code == code
-    assert time.monotonic() - sent < 10
+    assert time.monotonic() - sent < 40  # on a busy machine; its workers are at work for 60
     assert len(saved_steps(make(tmp_path))) == 2
 
 
