@@ -203,7 +203,6 @@ NAMES = {
     "tf.summary.text": "nothing: a compiled program has no strings; `logging.info` at the place where the text is made",
     # tf.layers, tf.contrib.layers, and the layers and cells of others
     "tf.layers.Conv3D": _CONVOLUTION,
-    "tf.layers.Dense": "`est.layers.Dense(units)`, as all classes of `tf.layers`; see `est.layers.Layer`",
     "tf.layers.average_pooling3d": "`jax.lax.reduce_window`",
     "tf.layers.conv3d": _CONVOLUTION,
     "tf.layers.conv3d_transpose": _CONVOLUTION,
@@ -237,14 +236,13 @@ NAMES = {
     "tf.nn.rnn_cell.LSTMStateTuple": "`est.layers.LSTMState`",
     "tf.nn.rnn_cell.ResidualWrapper": "a subclass of `est.layers.RNNCell`",
     "tf.contrib.rnn": "`est.layers`, such as `est.layers.MultiRNNCell`",
-    "tf.contrib.rnn.OutputProjectionWrapper": "`est.layers.OutputProjectionWrapper(cell, output_size)`",
+    "tf.contrib.rnn.OutputProjectionWrapper": "`est.layers.OutputProjectionWrapper`",
     # tf.nn and what is in `est.nn` of others
     **{f"tf.nn.{name}": f"`est.nn.{name}`" for name in _IN_NN},
     "tf.clip_by_average_norm": "`est.nn.clip_by_average_norm(t, clip_norm)`",
     "tf.clip_by_norm": "`est.nn.clip_by_norm(t, clip_norm)`",
     "tf.contrib.crf.crf_decode": "`est.nn.crf_decode(potentials, transition_params, sequence_length)`",
     "tf.contrib.crf.crf_log_likelihood": "`est.nn.crf_log_likelihood(inputs, tag_indices, sequence_lengths)`",
-    "tf.contrib.seq2seq": "`est.seq2seq`, and `est.nn.sequence_loss`",
     **{f"tf.contrib.seq2seq.{name}": f"`est.seq2seq.{name}`" for name in _IN_SEQ2SEQ},
     "tf.contrib.seq2seq.SampleEmbeddingHelper": _HELPER,
     "tf.contrib.seq2seq.ScheduledEmbeddingTrainingHelper": _HELPER,

@@ -35,7 +35,7 @@ OBJECTS["Context"].set_readonly_state(est.State({}, {}, 0, None))
 def holder(key):
     """The module or object here in which one looks for a name of TensorFlow's; `est` for one that is in its place."""
     for name, prefixes in _tensorflow_names.PARTS.items():
-        if NAMES[key] != f"`est.{key.removeprefix('tf.')}`" and key.startswith(prefixes):
+        if key.startswith(prefixes) and NAMES[key] != f"`est.{name.removeprefix('estimator.')}.{key.split('.')[-1]}`":
             return OBJECTS[name] if name in OBJECTS else importlib.import_module(name)
     return est
 
