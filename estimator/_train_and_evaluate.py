@@ -21,7 +21,7 @@ from estimator.core._argument_checks import check_steps
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
 from estimator.multihost._collective_call import run_on_chief
-from estimator.multihost._preemption import SIGNALS
+from estimator.multihost._preemption import SIGNALS, ends_by_signals
 from estimator.multihost._tf_config import EVALUATOR, TRAINER, read_role
 from estimator.summary._history import read_eval_metrics
 
@@ -122,7 +122,8 @@ def train_and_evaluate(
     # Several processes lock the directory in `train`, where an error of one is an error of all.
     alone = estimator.config.process_count == 1
     # Held beyond `train`: no other run may change the newest checkpoint before it is evaluated and exported.
-    with training_in(estimator.model_dir, is_chief=True) if alone else contextlib.nullcontext():
+    # Signals are handled before, as in `train`: one between two runs must not leave the lock.
+    with ends_by_signals(), training_in(estimator.model_dir, is_chief=True) if alone else contextlib.nullcontext():
         estimator.train(
             train_spec.input_fn,
             # Evaluations first: early stopping, one of the user's hooks, reads the results of this step.

@@ -40,6 +40,7 @@ ENDED = {  # after how many steps what runs, and blocks: the exit code, how its 
         [0, 4],
     ),
     "one before there is a batch": (0, "evaluate_in_training", [0], 75, ["training SIGTERM 4 NoneType"], [0, 4]),
+    "an exporter after a training": (0, "export_after_training", [], 75, [], [0, 3]),
     "predictions that nobody reads on": (3, "leave_predictions", [], 75, ["training SIGTERM 6 NoneType"], [0, 3, 6]),
     "what follows all runs": (0, "distill", [], -signal.SIGTERM, [], [0, 2]),
     "a training in another thread": (0, "in_a_thread", [], -signal.SIGTERM, [], [0]),
@@ -82,6 +83,7 @@ def test_a_signal_ends_what_blocks_and_saves_the_last_step_of_a_training(tmp_pat
     )
     has_trained = number == signal.SIGINT and any("training SIGINT" in end for end in ends)
     assert any(line.startswith(re.sub(r"[][]", "", says)) for line in lines) == has_trained
+    assert ended.code != 75 or not (tmp_path / "training.lock").exists()
 
 
 def terminate():

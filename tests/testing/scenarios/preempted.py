@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+import estimator as est
 from testing.estimators import X, Y, make, saved_at
 from testing.hooks import At, When
 
@@ -66,6 +67,19 @@ def evaluate_in_training(model_dir, n):
         estimator.evaluate_state(context.state, blocks_after(n), hooks=[reports("evaluation")])
 
     estimator.train(lambda: itertools.repeat((X, Y)), hooks=[When(4, after_run=evaluate), reports("training")])
+
+
+def export_after_training(model_dir):
+    class Blocks(est.Exporter):
+        name = "blocks"
+
+        def export(self, *arguments):
+            if arguments[-1]:  # after the training
+                print("blocked", flush=True)
+                time.sleep(60)
+
+    endless = est.TrainSpec(lambda: itertools.repeat((X, Y)), 3)
+    est.train_and_evaluate(make(model_dir), endless, est.EvalSpec(lambda: [(X, Y)], exporters=[Blocks()]))
 
 
 def leave_predictions(model_dir):
