@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import socket
@@ -318,7 +319,7 @@ def _lock_file(model_dir: str, key: str) -> int | None:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 before = os.pread(lock, 1000, 0).decode()
-                if before and f" on host {socket.gethostname()}, " not in before:  # on this host it has died
+                if before and f" on host {_host()}, " not in before:  # on this host it has died
                     logging.warning(_NOT_RELEASED, model_dir, before)
                 os.truncate(lock, 0)
                 since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -347,7 +348,12 @@ def check_lock(model_dir: str) -> None:
 
 
 def _own_name() -> str:
-    return f"process {os.getpid()} on host {socket.gethostname()},"
+    return f"process {os.getpid()} on host {_host()},"
+
+
+@functools.cache  # a name that changes during a run does not take its lock away
+def _host() -> str:
+    return socket.gethostname()
 
 
 def _check_writable(url: str) -> None:

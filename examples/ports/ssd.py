@@ -102,13 +102,12 @@ class VGG16Backbone:
         self._conv_initializer = jax.nn.initializers.glorot_uniform
         # VGG layers
         self._conv1_block = self.conv_block(2, width, 3, (1, 1), "conv1")
-        self._pool1 = partial(est.layers.max_pooling2d, pool_size=2, strides=2, padding="same", name="pool1")
+        self._pool1 = est.layers.MaxPooling2D(pool_size=2, strides=2, padding="same", name="pool1")
         self._conv2_block = self.conv_block(2, 2 * width, 3, (1, 1), "conv2")
-        self._pool2 = partial(est.layers.max_pooling2d, pool_size=2, strides=2, padding="same", name="pool2")
+        self._pool2 = est.layers.MaxPooling2D(pool_size=2, strides=2, padding="same", name="pool2")
         self._conv4_block = self.conv_block(3, 8 * width, 3, (1, 1), "conv4")
-        self._pool4 = partial(est.layers.max_pooling2d, pool_size=2, strides=2, padding="same", name="pool4")
-        self._conv6 = partial(
-            est.layers.conv2d,
+        self._pool4 = est.layers.MaxPooling2D(pool_size=2, strides=2, padding="same", name="pool4")
+        self._conv6 = est.layers.Conv2D(
             filters=16 * width,
             kernel_size=3,
             strides=1,
@@ -118,8 +117,7 @@ class VGG16Backbone:
             kernel_initializer=self._conv_initializer(),
             name="fc6",
         )
-        self._conv7 = partial(
-            est.layers.conv2d,
+        self._conv7 = est.layers.Conv2D(
             filters=16 * width,
             kernel_size=1,
             strides=1,
@@ -171,8 +169,7 @@ class VGG16Backbone:
         conv_blocks = []
         for ind in range(1, num_blocks + 1):
             conv_blocks.append(
-                partial(
-                    est.layers.conv2d,
+                est.layers.Conv2D(
                     filters=filters,
                     kernel_size=kernel_size,
                     strides=strides,
@@ -187,8 +184,7 @@ class VGG16Backbone:
     def ssd_conv_block(self, filters, strides, name, padding="same"):
         conv_blocks = []
         conv_blocks.append(
-            partial(
-                est.layers.conv2d,
+            est.layers.Conv2D(
                 filters=filters,
                 kernel_size=1,
                 strides=1,
@@ -199,8 +195,7 @@ class VGG16Backbone:
             )
         )
         conv_blocks.append(
-            partial(
-                est.layers.conv2d,
+            est.layers.Conv2D(
                 filters=filters * 2,
                 kernel_size=3,
                 strides=strides,
