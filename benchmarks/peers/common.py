@@ -135,12 +135,13 @@ def main(train: Callable[..., float], versions: dict[str, str], work_of: Callabl
         work = work_of(model, arguments.quick, *filter(None, [arguments.data]))
         watch, called = Watch(work), time.time()
         loss = train(work, watch, **given)
-        (_, first, _), (begin, begin_time, begin_used), (end, end_time, end_used) = watch.times
+        (_, first, first_used), (begin, begin_time, begin_used), (end, end_time, end_used) = watch.times
         figures[model] = {
             "steps per second": (end - begin) / (end_time - begin_time),
             "CPU seconds per step": (end_used - begin_used) / (end - begin),
             "first step": first - arguments.started,
             "first step without imports and data": first - called,
+            "CPU seconds to the first step": first_used,
             "peak memory, MB": watch.memory,
             **watch.rates,
             "loss": loss,

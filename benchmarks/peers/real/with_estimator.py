@@ -16,9 +16,7 @@ from replicate import MirroredStrategy
 import common  # isort: skip
 
 fc = est.feature_column
-CATEGORIES = [
-    fc.categorical_column_with_hash_bucket(f"c{i:02}", data.BUCKETS, np.int64) for i in range(data.COLUMNS)
-]
+CATEGORIES = [fc.categorical_column_with_hash_bucket(f"c{i:02}", data.BUCKETS, np.int64) for i in range(data.COLUMNS)]
 
 
 def model_fn_of(work):
