@@ -1,7 +1,7 @@
 """Steps per second and the time to the first step: the Estimator, a loop by hand, Flax, Keras 3 and PyTorch Lightning.
 
     python benchmarks/peers [--rounds 3] [--models mlp cnn] [--save]
-    python benchmarks/peers --models resnet bert wide_deep tagger --here --save    # those of real shapes: 20 minutes
+    python benchmarks/peers --models resnet bert wide_deep tagger --save    # those of real shapes: 20 minutes
     python benchmarks/peers --quick          # a few steps in this environment, of the peers that it has
 
 `--save` keeps what was saved of other models on this machine, and writes after each model: a run that was stopped goes
@@ -52,7 +52,7 @@ REAL = {  # the same, for the models of real shapes, whose records others than t
     "Estimator": (["real/with_estimator.py"], PEERS["Estimator"][1]),
     "Estimator, 4 towers": (["real/with_estimator.py", "--towers", "4"], PEERS["Estimator"][1]),
     **{
-        name: ([f"real/{PEERS[name][0][0]}"], [*PEERS[name][1], "tensorflow-cpu>=2.21"])
+        name: ([f"real/{PEERS[name][0][0]}"], [*PEERS[name][1], JAX[1], "tensorflow-cpu>=2.21"])
         for name in ("by hand", "Flax", "Keras", "Lightning")
     },
 }
