@@ -7,8 +7,10 @@ All sides take their batches from here, but for those of wide & deep, which come
 
 import dataclasses
 import itertools
+import math
 import pathlib
 import sys
+import zlib
 
 import numpy as np
 
@@ -27,7 +29,10 @@ WORDS, WIDTH, LENGTH, BLOCKS, HEADS, TINY = 8192, 256, 128, 4, 4, 1e-12  # of th
 COLUMNS, NUMBERS, BUCKETS, ROW, HIDDEN = 26, 13, 100_000, 16, (256, 128)  # of wide & deep
 TAGGER_WORDS, TAGGER_WIDTH, UNITS, STEPS, TAGS = 10_000, 100, 128, 50, 9
 PEAK, WARM_UP, DECAY = 3e-4, 10, 0.01  # AdamW's
-RATES = {"resnet": 0.02, "wide_deep": 0.05, "tagger": 1e-3}
+RATES = {"resnet": 0.002, "wide_deep": 0.05, "tagger": 1e-3}
+
+
+Values = dict[str, tuple[tuple[int, ...], float, float]]  # shape, mean and deviation by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +53,16 @@ class Work:
     def marks(self) -> tuple[int, int, int]:
         return 1, self.warm, self.steps
 
-    def initial(self) -> dict[str, np.ndarray]:
+    def described(self) -> Values:
         return {"resnet": resnet, "bert": bert, "wide_deep": wide_deep, "tagger": tagger}[self.model]()
+
+    def initial(self) -> dict[str, np.ndarray]:
+        """The initial values; 1 is in the LSTMs' bias of the gate f, which TensorFlow adds in each step instead."""
+        values = {name: draw(np, name, *described) for name, described in self.described().items()}
+        if self.model == "tagger":
+            for name in ("forwards", "backwards"):
+                values[f"{name}/bias"][2 * UNITS : 3 * UNITS] = 1
+        return values
 
     def batches(self, part: str):
         """Pairs of features and labels; `part` is "train" or "test"."""
@@ -97,16 +110,27 @@ def hashed(ids: np.ndarray) -> np.ndarray:
     return ((bits ^ (bits >> 16)) % np.uint32(BUCKETS)).astype(np.int32)
 
 
-# Initial values, by name: the layer, "/", and kernel, bias, scale, mean, variance or embedding.
+# Initial values, by name: the layer, "/", and kernel, bias, scale, mean, variance or embedding. They are given by their
+# shape, mean and deviation: numbers follow from the name, so that no program has to hold them as constants.
 
 
-def layers(shapes: dict[str, tuple[int, ...]], bias: bool = True, gain: float = 1.0) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    values = {}
+def draw(xp, name: str, shape: tuple[int, ...], mean: float, deviation: float):
+    """Uniform numbers, by numpy or jax.numpy."""
+    if not deviation:
+        return xp.full(shape, mean, xp.float32)
+    seed = zlib.crc32(name.replace("backwards", "forwards").encode())
+    bits = xp.arange(math.prod(shape), dtype=xp.uint32) * xp.uint32(2654435761) + xp.uint32(seed)
+    bits = (bits ^ (bits >> 15)) * xp.uint32(2246822519)
+    uniform = ((bits ^ (bits >> 13)) >> 8).astype(xp.float32) * xp.float32(2.0**-24)
+    return (xp.float32(mean) + xp.float32(deviation * 12**0.5) * (uniform - xp.float32(0.5))).reshape(shape)
+
+
+def layers(shapes: dict[str, tuple[int, ...]], bias: bool = True, gain: float = 1.0) -> Values:
+    values: Values = {}
     for name, shape in shapes.items():
-        values[f"{name}/kernel"] = np.float32(np.sqrt(gain / np.prod(shape[:-1])) * random.standard_normal(shape))
+        values[f"{name}/kernel"] = shape, 0, math.sqrt(gain / math.prod(shape[:-1]))
         if bias:
-            values[f"{name}/bias"] = np.zeros(shape[-1], np.float32)
+            values[f"{name}/bias"] = shape[-1:], 0, 0
     return values
 
 
@@ -118,7 +142,7 @@ def blocks():
         inputs = filters
 
 
-def resnet() -> dict[str, np.ndarray]:
+def resnet() -> Values:
     convolutions = {"stem": (7, 7, 3, FILTERS[0])}
     for name, inputs, filters, strides in blocks():
         convolutions |= {f"{name}_a": (3, 3, inputs, filters), f"{name}_b": (3, 3, filters, filters)}
@@ -126,43 +150,34 @@ def resnet() -> dict[str, np.ndarray]:
             convolutions[f"{name}_short"] = (1, 1, inputs, filters)
     values = layers(convolutions, bias=False, gain=2.0) | layers({"out": (FILTERS[-1], CLASSES)})
     for name, shape in convolutions.items():
-        one, zero = np.ones(shape[-1], np.float32), np.zeros(shape[-1], np.float32)
-        norm = {"scale": one, "bias": zero, "mean": zero, "variance": one}
-        values |= {f"{name}_norm/{kind}": value for kind, value in norm.items()}
+        norm = {"scale": 1, "bias": 0, "mean": 0, "variance": 1}
+        values |= {f"{name}_norm/{kind}": (shape[-1:], mean, 0) for kind, mean in norm.items()}
     return values
 
 
-def bert() -> dict[str, np.ndarray]:
-    random = np.random.default_rng(2)
+def bert() -> Values:
     sizes = {"qkv": (WIDTH, 3 * WIDTH), "mix": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
     values = layers({f"{name}{i}": shape for i in range(BLOCKS) for name, shape in sizes.items()})
     values |= layers({"pool": (WIDTH, WIDTH), "out": (WIDTH, 2)})
     for name in ("norm", *(f"norm{kind}{i}" for i in range(BLOCKS) for kind in "ab")):
-        values |= {f"{name}/scale": np.ones(WIDTH, np.float32), f"{name}/bias": np.zeros(WIDTH, np.float32)}
-    values["words/embedding"] = np.float32(0.02 * random.standard_normal((WORDS, WIDTH)))
-    values["positions/embedding"] = np.float32(0.02 * random.standard_normal((LENGTH, WIDTH)))
-    return values
+        values |= {f"{name}/scale": ((WIDTH,), 1, 0), f"{name}/bias": ((WIDTH,), 0, 0)}
+    return values | {"words/embedding": ((WORDS, WIDTH), 0, 0.02), "positions/embedding": ((LENGTH, WIDTH), 0, 0.02)}
 
 
-def wide_deep() -> dict[str, np.ndarray]:
+def wide_deep() -> Values:
     sizes = (COLUMNS * ROW + NUMBERS, *HIDDEN, 1)
     values = layers({f"deep{i}": sizes[i : i + 2] for i in range(len(sizes) - 1)}, gain=2.0)
-    random = np.random.default_rng(2)
     for i in range(COLUMNS):
-        values[f"c{i:02}/embedding"] = random.standard_normal((BUCKETS, ROW), np.float32) / np.float32(4)
-        values[f"w{i:02}/embedding"] = np.zeros((BUCKETS, 1), np.float32)
+        values |= {f"c{i:02}/embedding": ((BUCKETS, ROW), 0, 0.25), f"w{i:02}/embedding": ((BUCKETS, 1), 0, 0)}
     return values
 
 
-def tagger() -> dict[str, np.ndarray]:
-    """Kernels of the LSTMs, the same in both directions, have the gates i, g, f, o; 1 is in the bias of f."""
-    values = layers({"forwards": (TAGGER_WIDTH + UNITS, 4 * UNITS), "out": (2 * UNITS, TAGS)})
-    values["forwards/bias"][2 * UNITS : 3 * UNITS] = 1
-    values |= {f"backwards/{kind}": values[f"forwards/{kind}"].copy() for kind in ("kernel", "bias")}
-    random = np.random.default_rng(2)
-    values["words/embedding"] = np.float32(0.1 * random.standard_normal((TAGGER_WORDS, TAGGER_WIDTH)))
-    values["crf/transitions"] = np.float32(0.1 * random.standard_normal((TAGS, TAGS)))
-    return values
+def tagger() -> Values:
+    """Kernels of the LSTMs, the same in both directions, have the gates i, g, f, o."""
+    cell = (TAGGER_WIDTH + UNITS, 4 * UNITS)
+    values = layers({"forwards": cell, "backwards": cell, "out": (2 * UNITS, TAGS)})
+    values["words/embedding"] = (TAGGER_WORDS, TAGGER_WIDTH), 0, 0.1
+    return values | {"crf/transitions": ((TAGS, TAGS), 0, 0.1)}
 
 
 # The data. Labels follow from features, so that there is something to learn.

@@ -20,16 +20,13 @@ CATEGORIES = [fc.categorical_column_with_hash_bucket(f"c{i:02}", data.BUCKETS, n
 
 
 def model_fn_of(work):
-    network, initial = {"resnet": resnet, "bert": bert, "wide_deep": wide_deep, "tagger": tagger}[work.model], {}
+    network = {"resnet": resnet, "bert": bert, "wide_deep": wide_deep, "tagger": tagger}[work.model]
+    described = work.described()
 
     def value(name):
-        """An initializer: the value is read when a variable is created, and not in later calls of the model_fn."""
-
-        def initializer(key, shape, dtype):
-            initial.update({} if initial else work.initial())
-            return jnp.asarray(initial[name].reshape(shape), dtype)
-
-        return initializer
+        """An initializer that gives what all sides begin with."""
+        _, mean, deviation = described[name]
+        return lambda key, shape, dtype: data.draw(jnp, name, shape, mean, deviation).astype(dtype)
 
     def model_fn(features, labels, mode):
         outputs = network(value, features)
