@@ -4,8 +4,8 @@
     python benchmarks/peers --models resnet bert wide_deep tagger --save    # those of real shapes: 20 minutes
     python benchmarks/peers --quick          # a few steps in this environment, of the peers that it has
 
-`--save` keeps what was saved of other models on this machine, and writes after each model: a run that was stopped goes
-on with the models that are left. Of a model of real shape the table has, with the ratios to the loop by hand,
+`--save` keeps what was saved of other models on this machine, and writes after each model: to resume a run that was
+stopped, name the models that are left. Of a model of real shape the table has, with the ratios to the loop by hand,
 
     peer | steps per second, least to greatest, of by hand | CPU seconds per step, of by hand | first step, of by hand |
     CPU seconds to it, of by hand | peak memory, MB, of by hand | rows evaluated, and predicted, per second | loss
