@@ -4,14 +4,17 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 LEARNING_RATE, ADAM_EPSILON, NORM_EPSILON = 1e-3, 1e-8, 1e-5
+MAC = sys.platform == "darwin"  # which counts memory in bytes
 VOCABULARY, WIDTH, LENGTH, BLOCKS, HEADS = 64, 64, 32, 2, 4
 MODELS = {"mlp": "MLP 32-64-1", "cnn": "small CNN", "transformer": "small transformer"}
 
@@ -92,23 +95,34 @@ def _initial_transformer() -> dict[str, np.ndarray]:
 class Watch:
     """Notes when a run has done `work.marks` steps. Call `done` where these are finished, not only started."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Any) -> None:
         self.waiting = list(work.marks)
-        self.times: list[tuple[int, float]] = []
+        self.times: list[tuple[int, float, float]] = []  # the clock, and what the process has used of all cores
+        self.memory = 0.0  # the peak until the last mark, in MB
+        self.rates: dict[str, float] = {}
 
     def done(self, steps: int) -> None:
         while self.waiting and steps >= self.waiting[0]:
             self.waiting.pop(0)
-            self.times.append((steps, time.time()))
+            self.times.append((steps, time.time(), time.process_time()))
+            self.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if MAC else 2**10)
+
+    def rate(self, name: str, rows: int, run: Callable[[], Any]) -> Any:
+        """The result of `run`, which takes `rows` rows, whose number per second is kept."""
+        start = time.time()
+        result = run()
+        self.rates[f"{name}, rows per second"] = rows / (time.time() - start)
+        return result
 
 
-def main(train: Callable[..., float], versions: dict[str, str], **options: int) -> None:
-    """Runs `train(work, watch, **options)`, which returns the loss of the first batch after all steps.
+def main(train: Callable[..., float], versions: dict[str, str], work_of: Callable[..., Any] = work_of, **options: int):
+    """Runs `train(work, watch, **options)`, which returns a loss after all steps that all sides compute alike.
 
     `options` are the names and defaults of integers that the command line may set.
     """
     parser = argparse.ArgumentParser()
-    parser.add_argument("models", nargs="+", choices=list(MODELS))
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--data", default="", help="the folder of the data, for the models of real shapes")
     parser.add_argument("--started", type=float, default=time.time(), help="when the process was started (time.time())")
     parser.add_argument("--quick", action="store_true", help="40 steps, to see that it runs")
     parser.add_argument("--out", help="a file for the figures, which are printed without it")
@@ -118,14 +132,18 @@ def main(train: Callable[..., float], versions: dict[str, str], **options: int) 
     given = {name: getattr(arguments, name) for name in options}
     figures = {}
     for model in arguments.models:
-        work = work_of(model, arguments.quick)
+        work = work_of(model, arguments.quick, *filter(None, [arguments.data]))
         watch, called = Watch(work), time.time()
         loss = train(work, watch, **given)
-        (_, first), (begin, begin_time), (end, end_time) = watch.times
+        (_, first, first_used), (begin, begin_time, begin_used), (end, end_time, end_used) = watch.times
         figures[model] = {
             "steps per second": (end - begin) / (end_time - begin_time),
+            "CPU seconds per step": (end_used - begin_used) / (end - begin),
             "first step": first - arguments.started,
             "first step without imports and data": first - called,
+            "CPU seconds to the first step": first_used,
+            "peak memory, MB": watch.memory,
+            **watch.rates,
             "loss": loss,
         }
     text = json.dumps({"figures": figures, "versions": versions | {"Python": sys.version.split()[0]}}, indent=1)

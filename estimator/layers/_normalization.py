@@ -113,7 +113,8 @@ def batch_normalization(
     kept = _axes(layer, "axis", axis, x.ndim)
     reduced = tuple(i for i in range(x.ndim) if i not in kept)
     sizes = tuple(x.shape[i] for i in kept)
-    along = tuple(x.shape[i] if i in kept else 1 for i in range(x.ndim))
+    # No ones before trailing dimensions, so that XLA gets the same operations as of a norm written by hand.
+    along = tuple(x.shape[i] if i in kept else 1 for i in range(x.ndim) if i >= min(kept))
     # Statistics in float32 at least: bfloat16 has a precision of 8 bits, and would round away the steps of a moving
     # average, a hundredth of the difference at the default momentum.
     dtype = x.dtype if x.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
@@ -131,7 +132,7 @@ def batch_normalization(
         moving_variance = get_variable("moving_variance", sizes, dtype, moving_variance_initializer, trainable=False)
         wide = x.astype(dtype)
         if training:
-            mean, variance, rows = _moments(wide, reduced, synchronized)
+            mean, variance, rows = _moments(wide, reduced, along, synchronized)
             moved = variance * (rows / max(rows - 1, 1)) if fused else variance
             _move("moving_mean", moving_mean, mean.reshape(sizes), momentum)
             _move("moving_variance", moving_variance, moved.reshape(sizes), momentum)
@@ -266,14 +267,16 @@ def _axes(layer: str, name: str, axis: int | Sequence[int], ndim: int) -> tuple[
     return tuple(sorted({i % ndim for i in axes}))
 
 
-def _moments(x: jax.Array, axes: tuple[int, ...], synchronized: bool) -> tuple[jax.Array, jax.Array, int]:
-    """Mean and variance, and of how many numbers they are."""
+def _moments(
+    x: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...], synchronized: bool
+) -> tuple[jax.Array, jax.Array, int]:
+    """Mean and variance, reshaped to `shape`, and of how many numbers they are."""
     replica = current_frame("est.layers.batch_normalization").replica
     average = replica.mean if synchronized else lambda moment: moment
-    mean = average(x.mean(axes, keepdims=True))
+    mean = average(x.mean(axes).reshape(shape))
     # From deviations, since E[x^2] - E[x]^2 cancels where the mean is large; if synchronized, from the mean over all
     # towers.
-    variance = average(jnp.square(x - mean).mean(axes, keepdims=True))
+    variance = average(jnp.square(x - mean).mean(axes).reshape(shape))
     rows = math.prod(x.shape[i] for i in axes)
     return mean, variance, rows * replica.towers if synchronized else rows
 
