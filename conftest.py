@@ -10,9 +10,6 @@ Many tests compile the same program again, since each makes a model_fn of its ow
 of that, for all processes of a run of pytest together, and most of it for the next runs: it is kept in
 `.pytest_cache/compiled`. Compilations are counted as without it.
 
-Temporary files are in memory where that has room for them, since a save waits some twenty times for a disk; what a run
-that failed has left there stays for a day. Where TMPDIR is set, they are there.
-
 Nothing is garbage before the first test: what is imported is left out of all collections of garbage, which are rarer.
 """
 
@@ -21,11 +18,8 @@ import importlib.util
 import os
 import pathlib
 import pkgutil
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 
 import jaxlib
 
@@ -41,24 +35,6 @@ HURRY = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_cou
 if JAXLIB < (0, 11):  # later ones have only one way of making code for fusions
     USERS_FLAGS["xla_cpu_use_fusion_emitters"] = True
     HURRY += " --xla_cpu_use_fusion_emitters=false"
-
-
-MEMORY, DAY = pathlib.Path("/dev/shm"), 24 * 3600
-made = []  # by this process
-
-
-def put_files_in_memory() -> None:
-    """For this process and those that it starts."""
-    if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 << 30:
-        for old in MEMORY.glob("est-*"):
-            if old.stat().st_mtime < time.time() - DAY:
-                shutil.rmtree(old, ignore_errors=True)
-        made.append(tempfile.mkdtemp(prefix="est-", dir=MEMORY))
-        os.chmod(made[0], 0o755)  # tests give up rights
-        os.environ["TMPDIR"] = tempfile.tempdir = made[0]
-
-
-put_files_in_memory()
 
 
 def xla_knows(flags: str) -> bool:
@@ -108,17 +84,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    session = config.pluginmanager.get_plugin("session")
-    if made and session is not None and session.exitstatus == 0:
-        shutil.rmtree(made[0], ignore_errors=True)
-
-
 def pytest_report_header() -> str:
     flags = os.environ["XLA_FLAGS"]
     how = f"with XLA_FLAGS={flags}" if flags else "as for users, which takes longer: XLA_FLAGS is empty"
-    files = f"temporary files are in {tempfile.gettempdir()}"
-    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}; programs are compiled {how}; {files}"
+    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}; programs are compiled {how}"
 
 
 @pytest.fixture
