@@ -427,7 +427,7 @@ class Estimator(ShownAsTable):
           The path of the folder.
 
         Raises:
-          ValueError: there is no receiver, `as_text` is True, or as for `export_model`.
+          ValueError: the receiver is missing, `as_text` is True, or as for `export_model`.
           TypeError: the receiver is another function.
           ImportError: TensorFlow is not installed.
         """

@@ -22,7 +22,7 @@ def resize_bilinear(
     """Images of another size, interpolated as TensorFlow 1's `tf.image.resize_bilinear` does.
 
     Pixel i is sampled at `i * old / new`. `jax.image.resize` samples at the centres of pixels, half of a pixel away,
-    and averages where it makes an image smaller: weights trained with one give worse results with the other.
+    and takes means where it makes an image smaller: weights trained with one give worse results with the other.
 
     >>> row = jnp.arange(4.0).reshape(1, 1, 4, 1)
     >>> resize_bilinear(row, (1, 8)).ravel().tolist()

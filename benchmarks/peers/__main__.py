@@ -1,7 +1,7 @@
 """Steps per second and the time to the first step: the Estimator, a loop by hand, Flax, Keras 3 and PyTorch Lightning.
 
     python benchmarks/peers [--rounds 3] [--models mlp cnn] [--save]
-    python benchmarks/peers --models resnet bert wide_deep tagger --save    # those of real shapes: 20 minutes
+    python benchmarks/peers --models resnet bert wide_deep tagger --save    # those of real shapes
     python benchmarks/peers --quick          # a few steps in this environment, of the peers that it has
 
 `--save` keeps what was saved of other models on this machine, and writes after each model: to resume a run that was

@@ -100,7 +100,7 @@ class LatestExporter(Exporter):
 
     Raises:
       TypeError: the serving_input_receiver_fn is not one of `est.export`'s.
-      ValueError: there are no features and no function, or both, or `exports_to_keep` is not positive.
+      ValueError: features and function are both missing or both given, or `exports_to_keep` is not positive.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def build_parsing_serving_input_receiver_fn(
       A function without arguments, for `Estimator.export_saved_model`, `export_model` and exporters.
 
     Raises:
-      ValueError: there are no features, a key is not a string, a feature is of strings that no column turns into
+      ValueError: the features are missing, a key is not a string, a feature is of strings that no column turns into
         integers, or the batch size is not positive.
       TypeError: a feature is not one of `est.io`'s.
     """

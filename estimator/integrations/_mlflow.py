@@ -13,13 +13,14 @@ from absl import logging
 
 from estimator.core._record import Histogram
 from estimator.integrations._images import as_picture
+from estimator.integrations._in_background import InBackground
 from estimator.integrations._names import as_path
 from estimator.runtime._extras import import_extra
 from estimator.summary._trackers import Run
 
 _ID = "estimator.run_id"  # a tag of MLflow's run
 _PARENT = "mlflow.parentRunId"
-_MOST = 100  # params of one call
+_MOST, _MOST_METRICS = 100, 1000  # params, and metrics, of one call
 _LONGEST_NAME, _LONGEST_TEXT = 250, 6000
 
 
@@ -32,7 +33,8 @@ class MLflowTracker:
     it gets: steps that a resumed run repeats are there twice. It has no histograms: of each there are the count, the
     mean, the standard deviation, the minimum and the maximum, as "tag/mean". A param keeps its first value, of which
     there are the first 6,000 characters. What MLflow does not take in a name becomes "_": "accuracy@5" is "accuracy_5".
-    Within a run of your own (`with mlflow.start_run():`), the run is nested in it.
+    Within a run of your own (`with mlflow.start_run():`), the run is nested in it. A thread sends all of it; for a
+    server that does not answer, a run waits ten seconds after a checkpoint and at its end.
 
     >>> import estimator as est
     >>> config = est.RunConfig(trackers=[est.trackers.MLflowTracker("digits", "sqlite:////tmp/mlflow.db")])
@@ -51,28 +53,35 @@ class MLflowTracker:
     def __post_init__(self) -> None:
         import_extra("est.trackers.MLflowTracker", "mlflow", "mlflow")
 
-    def open(self, run: Run) -> _MLflowWriter:
-        from mlflow import MlflowClient
+    def open(self, run: Run) -> InBackground:
+        import mlflow
 
-        client = MlflowClient(self.tracking_uri)
-        known = client.get_experiment_by_name(self.experiment)
-        experiment = client.create_experiment(self.experiment) if known is None else known.experiment_id
-        found = client.search_runs([experiment], f"tags.`{_ID}` = '{run.id}'", max_results=1)
-        name = os.path.basename(run.model_dir)
-        tags = {_ID: run.id, **_parent_tag(client)}
-        theirs = found[0] if found else client.create_run(experiment, tags=tags, run_name=name)
-        # An evaluation may be within a training run, whose end is the run's.
-        ends = not run.name or not found
-        if ends:
-            _log_params(client, theirs, run.settings)
-            client.update_run(theirs.info.run_id, status="RUNNING")
-        return _MLflowWriter(client, theirs.info.run_id, run.prefix, ends)
+        client, active = mlflow.MlflowClient(self.tracking_uri), mlflow.active_run()  # of this thread
+
+        def open_writer() -> _MLflowWriter:
+            known = client.get_experiment_by_name(self.experiment)
+            experiment = client.create_experiment(self.experiment) if known is None else known.experiment_id
+            found = client.search_runs([experiment], f"tags.`{_ID}` = '{run.id}'", max_results=1)
+            name = os.path.basename(run.model_dir)
+            tags = {_ID: run.id, **_parent_tag(client, active)}
+            theirs = found[0] if found else client.create_run(experiment, tags=tags, run_name=name)
+            # An evaluation may be within a training run, whose end is the run's.
+            ends = not run.name or not found
+            if ends:
+                _log_params(client, theirs, run.settings)
+                client.update_run(theirs.info.run_id, status="RUNNING")
+            return _MLflowWriter(client, theirs.info.run_id, run.prefix, ends)
+
+        if run.name:
+            return InBackground(open_writer)
+        writer = open_writer()  # whose errors end a training run before its first step
+        return InBackground(lambda: writer)
 
 
 class _MLflowWriter:
     def __init__(self, client: Any, run_id: str, prefix: str, ends: bool) -> None:
         self._client, self._id, self._prefix, self._ends = client, run_id, prefix, ends
-        self._sent: list[tuple[Any, Any]] = []  # metrics, and the call by which a thread of MLflow sends them
+        self._metrics: list[Any] = []  # which `flush` sends
         self._names: dict[str, str] = {}  # MLflow's, by tag
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
@@ -91,7 +100,7 @@ class _MLflowWriter:
                 for part, number in parts.items():
                     key = self._name(f"{tag}/{part}" if part else tag)
                     metrics.append(Metric(key, float(number), int(1000 * walltime), step))
-        self._sent.append((metrics, self._client.log_batch(self._id, metrics=metrics, synchronous=False)))
+        self._metrics += metrics
 
     def _name(self, tag: str) -> str:
         if tag not in self._names:
@@ -104,20 +113,13 @@ class _MLflowWriter:
         return self._names[tag]
 
     def flush(self) -> None:
-        while self._sent:
-            metrics, call = self._sent[0]
-            try:
-                call.wait()
-            except Exception:  # of any store; if it fails again, the next flush tries it
-                self._client.log_batch(self._id, metrics=metrics)
-            del self._sent[0]
+        while self._metrics:
+            self._client.log_batch(self._id, metrics=self._metrics[:_MOST_METRICS])
+            del self._metrics[:_MOST_METRICS]
 
     def close(self, error: BaseException | None = None) -> None:
-        try:
-            self.flush()
-        finally:
-            if self._ends:
-                self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
+        if self._ends:
+            self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
 
 
 def _legal(name: str) -> str:
@@ -125,11 +127,10 @@ def _legal(name: str) -> str:
     return re.sub(r"[^\w\-.:/ ]", "_", as_path(name[:_LONGEST_NAME]))
 
 
-def _parent_tag(client: Any) -> dict[str, str]:
-    """The tag that nests a run in the one that the user has begun in this thread, if that is in the same store."""
+def _parent_tag(client: Any, active: Any) -> dict[str, str]:
+    """The tag that nests a run in the one that the user has begun, if that is in the same store."""
     import mlflow
 
-    active = mlflow.active_run()
     if active is None:
         return {}
     try:

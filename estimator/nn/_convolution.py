@@ -59,8 +59,8 @@ def conv2d(
     Args:
       input: `[batch, height, width, channels]`, floating, or with "NCHW" `[batch, channels, height, width]`.
       filter: `[height, width, channels, outputs]`.
-      strides: four integers in the order of `data_format`, of which those of batch and channels are 1; or the two of
-        height and width, or one for both.
+      strides: four integers in the order of `data_format`, 1 for batch and channels; or two, of height and width,
+        or one for both.
       padding: "SAME" or "VALID".
       data_format: "NHWC" or "NCHW".
       dilations: as `strides`.

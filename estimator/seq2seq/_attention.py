@@ -160,8 +160,8 @@ class AttentionWrapperState(NamedTuple):
       attention: the output of the attention, `[batch, width]`.
       time: the number of steps so far.
       alignments: the probabilities of the memory's steps, `[batch, memory steps]`; a tuple of several mechanisms.
-      alignment_history: those of all steps, `[steps, batch, memory steps]`, after `dynamic_decode`, if they are asked
-        for; else ().
+      alignment_history: the alignments of all steps, `[steps, batch, memory steps]`, after `dynamic_decode`, if they
+        are asked for; else ().
     """
 
     cell_state: PyTree

@@ -76,11 +76,11 @@ class BeamSearchDecoder:
     (2, 6, 3)
 
     As in TensorFlow, a sequence is ranked by its log probability divided by `((5 + length) / 6) **
-    length_penalty_weight`; one that has finished stays among the beams, and goes on with end tokens, until
+    length_penalty_weight`; one that has finished stays among the beams, followed by end tokens, until
     `beam_width` others are better.
 
     Args:
-      cell: an `est.layers.RNNCell` whose outputs, or those of the output layer, are logits.
+      cell: an `est.layers.RNNCell` whose outputs are logits, or become logits in the output layer.
       embedding, start_tokens, end_token: as in `GreedyEmbeddingHelper`.
       initial_state: of `batch * beam_width` rows; see `tile_batch`.
       beam_width: how many sequences are kept.
@@ -147,7 +147,7 @@ class BeamSearchDecoder:
         cell_state = jax.tree.map(self._split, cell_state)
         vocabulary = logits.shape[-1]
         is_end = jnp.arange(vocabulary) == self._end_token
-        # A finished sequence goes on with the end token, which costs it nothing.
+        # A finished sequence is followed by end tokens, which cost it nothing.
         of_finished = jnp.where(is_end, 0, jnp.finfo(logits.dtype).min)
         steps = jnp.where(state.finished[..., None], of_finished, jax.nn.log_softmax(logits))
         log_probs = state.log_probs[..., None] + steps

@@ -180,7 +180,7 @@ def dynamic_decode(
 
     There are always `maximum_iterations` steps, while TensorFlow ends where all examples of a batch have finished, so
     that an example's outputs do not depend on others, nor on the number of towers. What comes after its end is what
-    the decoder goes on to say; with `impute_finished`, zeros.
+    the decoder says then; with `impute_finished`, zeros.
 
     Args:
       decoder: a `BasicDecoder` or `BeamSearchDecoder`, or one of your own with their methods.
@@ -213,7 +213,7 @@ def dynamic_decode(
     if impute_finished and decoder.tracks_own_finished:
         raise ValueError(
             "`est.seq2seq.dynamic_decode` got `impute_finished=True` for a decoder whose beams change places. Leave it "
-            "out: finished beams go on with end tokens."
+            "out: finished beams are followed by end tokens."
         )
     with variable_scope(scope, "decoder"):
         finished, inputs, state = decoder.initialize()

@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from testing.hooks import When
 from testing.summaries import read, showing
 
 import estimator as est
+from estimator.integrations import _in_background
 from estimator.summary._trackers import Run
 
 
@@ -162,6 +164,30 @@ def test_a_tracker_that_cannot_write_for_a_while_ends_no_run_and_has_all_rows_at
     lacking = [each for each in errors() if "The run continues, and tries again." not in each]
     assert all(re.search(r"may lack values of the run(, of the steps \[4\])?: ", each) for each in lacking)
     assert len(lacking) <= 1
+
+
+@pytest.mark.parametrize("answers_again", [True, False])
+def test_a_server_that_does_not_answer_holds_no_run(tmp_path, monkeypatch, errors, answers_again):
+    monkeypatch.setattr(_in_background, "_SECS_TO_ANSWER", 0.2)
+    memory, answers = Memory(), threading.Event()
+
+    class Served(Memory):
+        def open(self, run):
+            return _in_background.InBackground(lambda: memory.open(run))
+
+    write = Memory._Writer.write
+    monkeypatch.setattr(Memory._Writer, "write", lambda *args: (answers.wait(60), write(*args)))
+    hooks = [When(6, after_run=lambda _: answers.set())] if answers_again else []
+    estimator = make(tmp_path, save_summary_steps=1, save_checkpoints_steps=2, trackers=[Served()])
+    estimator.train(endless, hooks=hooks, steps=8)
+    failed = "Served.flush failed: TimeoutError('no answer within 0.2 s: the values of the steps {}"
+    assert errors()[0].startswith(failed.format("1 to "))
+    written = [step for _, step, _ in memory.values if step]
+    if answers_again:
+        assert written == list(range(1, 9)) and len(errors()) == 1
+    else:
+        assert not written and errors()[-1].startswith("Served may lack values of the run: TimeoutError('no answer")
+    answers.set()
 
 
 def test_an_evaluation_without_a_tracker_that_cannot_open_ends_no_training(tmp_path, errors):
