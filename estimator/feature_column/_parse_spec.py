@@ -36,7 +36,7 @@ def make_parse_example_spec(feature_columns: Iterable[Any]) -> dict[str, Config]
 
 
 def features_of_one_width(feature_columns: Iterable[Any]) -> set[str]:
-    """The features whose number of values per example is no other feature's: those without weights and sequences."""
+    """The features whose number of values per example is their own: the ones without weights and sequences."""
     alone: set[str] = set()
     together: set[str] = set()
     for column in as_columns(feature_columns):

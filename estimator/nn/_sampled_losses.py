@@ -220,7 +220,7 @@ def _sampled_logits(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The logits of the right classes and of the samples, the probabilities that are right, and the rows that count."""
     labels, x = _check_labels(caller, labels, num_true), widen(as_float(inputs))
-    # What is no class is computed as class 0: a row of weight 0, such as padding, then has a finite gradient.
+    # Other integers than classes are computed as class 0, so that padding of weight 0 has a finite gradient.
     known = (labels >= 0) & (labels < num_classes)
     labels = jnp.where(known, labels, 0)
     if sampled_values is None:
