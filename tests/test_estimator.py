@@ -330,8 +330,8 @@ def test_properties(tmp_path):
         ("estimator", "trian", "'Estimator' object has no attribute 'trian'"),
         (
             "layers",
-            "Dense",
-            "'estimator.layers' has no attribute 'Dense'; here it is `est.layers.dense(inputs, units)`, a function;",
+            "conv3d",
+            "'estimator.layers' has no attribute 'conv3d'; here it is a Flax module, or `jax.lax.conv_general",
         ),
         ("losses", "cosine", "'estimator.losses' has no attribute 'cosine'; it has Reduction, absolute_difference,"),
         ("metrics", "f1_score", "'estimator.metrics' has no attribute 'f1_score'; it has Metric, accuracy, auc,"),

@@ -76,7 +76,7 @@ def test_a_port_trains_evaluates_predicts_and_exports_the_same_on_4_towers(progr
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(four), strict=True):
         what = jax.tree_util.keystr(path)
         if a.dtype.kind in "SU":  # the names of classes
-            assert list(a) == list(b), what
+            assert np.array_equal(a, b), what
         else:
             np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4, err_msg=what)
 

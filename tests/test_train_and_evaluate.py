@@ -119,6 +119,7 @@ def test_throttle_secs_leaves_out_all_but_the_first_and_the_last(tmp_path, messa
     assert "Skip the evaluation at step 20 due to throttle secs." in messages()
 
 
+@pytest.mark.quick
 @pytest.mark.covers("5 start_delay_secs")
 def test_start_delay_secs_delays_nothing(tmp_path):
     estimator = make(tmp_path)

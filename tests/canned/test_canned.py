@@ -238,6 +238,7 @@ def test_wide_and_deep_fit_numbers(tmp_path):
     assert estimator.evaluate(batches(1, labels))["average_loss"] < 0.1 * labels.var()
 
 
+@pytest.mark.quick
 def test_canned_models_take_any_head(tmp_path):
     head = est.MultiHead([est.RegressionHead(2, name="a"), est.PoissonRegressionHead(name="b")])
     labels = {"a": FEATURES["x"], "b": FEATURES["kind"]}

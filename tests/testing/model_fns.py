@@ -58,6 +58,7 @@ RECURRENT = {
     "gru": lambda x, **options: layers.gru(x, 2, **options)[0],
     "bidirectional_lstm": lambda x, **options: jnp.concatenate(layers.bidirectional_lstm(x, 2, **options)[0], -1),
     "stack_bidirectional_rnn": lambda x, **options: layers.stack_bidirectional_rnn(x, [2, 2], **options)[0],
+    "dynamic_rnn": lambda x, **options: layers.dynamic_rnn(layers.GRUCell(2), x, **options)[0],
     "bidirectional_gru": lambda x, **options: jnp.concatenate(layers.bidirectional_gru(x, 2, **options)[0], -1),
 }
 SEQUENCES = {

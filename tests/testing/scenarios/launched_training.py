@@ -1,5 +1,6 @@
 """Trains in the processes that a launcher or an engine starts: `launched_training.py <folder> <steps>`."""
 
+import functools
 import hashlib
 import os
 import pathlib
@@ -25,29 +26,17 @@ def model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.01)).minimize(loss))
 
 
-def input_fn():
-    """The same batches for any number of processes."""
+def input_fn(folder, steps):
+    """The same batches for any number of processes. The training lasts long enough to be killed: its last batch waits
+    for the file `enough`."""
     context, random = est.input_context(), np.random.default_rng(0)
     size = context.per_process_batch_size(16)
-    while True:
+    for i in range(steps):
         features = random.normal(size=(16, 8)).astype(np.float32)[context.index * size :][:size]
-        yield features, features.sum(1, keepdims=True)
-
-
-class Slow(est.Hook):
-    """Makes a training last long enough to be killed: its last step waits for the file `enough`."""
-
-    def __init__(self, folder, steps):
-        self.enough = folder / "enough"
-        self.steps = steps
-
-    def next_step(self, step):
-        return step + 1
-
-    def after_run(self, context, values):
         time.sleep(0.01)
-        while context.step == self.steps - 1 and not self.enough.exists():
+        while i == steps - 1 and not (folder / "enough").exists():
             time.sleep(0.05)
+        yield features, features.sum(1, keepdims=True)
 
 
 def main(folder, steps):
@@ -58,7 +47,7 @@ def main(folder, steps):
     config = est.RunConfig(save_checkpoints_steps=10, keep_checkpoint_max=3, resume_input="count")
     estimator = est.Estimator(replicate_model_fn(model_fn), str(folder / "model"), config)
     try:
-        estimator.train(input_fn, hooks=[Slow(folder, steps)], max_steps=steps)
+        estimator.train(functools.partial(input_fn, folder, steps), max_steps=steps)
     except est.Preempted:
         (folder / f"preempted-{jax.process_index()}").touch()
         raise
