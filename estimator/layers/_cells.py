@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -84,7 +85,7 @@ class RNNCell(Layer):
             return self.call(jnp.asarray(inputs), state)
 
 
-class GatedCell(RNNCell):
+class GatedCell(RNNCell, abc.ABC):
     """Cell that multiplies its inputs by a part of its weights, which `est.layers` does for all steps at once."""
 
     def __init__(
@@ -110,15 +111,17 @@ class GatedCell(RNNCell):
         with self._open_scope():
             return self._get_weights(x)
 
+    @abc.abstractmethod
     def _get_weights(self, x: jax.Array) -> Any:
-        raise NotImplementedError
+        """The variables, in the scope of the cell."""
 
+    @abc.abstractmethod
     def project(self, weights: Any, x: jax.Array) -> Any:
         """The part of the work that needs no state."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def step(self, weights: Any, projected: Any, state: PyTree) -> tuple[jax.Array, PyTree]:
-        raise NotImplementedError
+        """The rest of it: the output, and the next state."""
 
     def __call__(self, inputs: ArrayLike, state: PyTree) -> tuple[jax.Array, PyTree]:
         x = as_input(self._caller, inputs, at_least=2)

@@ -199,6 +199,10 @@ REFUSED = {
             r"of 2 cells needs a tuple of as many states; got \(\(2, 3\),\)",
         ),
     ],
+    NotImplementedError: [
+        (lambda: est.layers.dynamic_rnn(est.layers.RNNCell(), SEQUENCES), r"RNNCell defines no `zero_state\(batch_siz"),
+        (lambda: est.layers.RNNCell()(SEQUENCES[:, 0], ()), r"RNNCell defines no `call\(inputs, state\)`"),
+    ],
 }
 
 
