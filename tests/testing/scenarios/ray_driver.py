@@ -75,9 +75,11 @@ def worker(config):
                 if context.global_step == step and rank == whom:
                     if kind == "kill":
                         os.kill(os.getpid(), signal.SIGKILL)
-                    threading.Thread(target=est.request_stop).start()
-
-            time.sleep(config.get("secs", 0))
+                    asks = threading.Thread(target=est.request_stop)
+                    asks.start()
+                    asks.join()
+            if attempt == 0:
+                time.sleep(config.get("secs", 0))
 
     hooks = [Accident(), ReportHook(every_steps=20), PreemptionHook(every_steps=5)]
     estimator = make(config["model_dir"], save=config.get("save", 10))
@@ -125,7 +127,8 @@ def drain(cluster, node):
 
 
 def preempt(folder, cluster, nodes):
-    """A training whose node is taken away, in favor of another one. Its config saves at the beginning and the end."""
+    """A training whose node is taken away, in favor of another one. Its config saves at the beginning and the end; it
+    is slow at first, since the notice takes seconds to come."""
     nodes = {node.node_id: node for node in [*nodes, cluster.add_node(num_cpus=2)]}
 
     def take_away():
@@ -139,7 +142,7 @@ def preempt(folder, cluster, nodes):
 
     thread = threading.Thread(target=take_away, daemon=True)
     thread.start()
-    result = fit(folder, max_steps=50, secs=0.3, save=1000)
+    result = fit(folder, max_steps=50, secs=1, save=1000)
     thread.join(30)
     return result
 
