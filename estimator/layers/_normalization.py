@@ -193,6 +193,8 @@ def layer_norm(
     axes = tuple(range(first, x.ndim))
     if gamma is None:
         output = _standardize(wide, axes, epsilon)
+    elif gamma.ndim > len(axes):
+        output = _standardize(wide, axes, epsilon) * gamma
     else:
         output = jax.lax.platform_dependent(
             wide,
@@ -223,29 +225,29 @@ def _standardize_jvp(
     return output, factor * (tangent - tangent.mean(axes, keepdims=True)) - (x - mean) * along
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _scale_on_cpu(x: jax.Array, gamma: jax.Array, axes: tuple[int, ...], epsilon: float) -> jax.Array:
-    if gamma.ndim > len(axes):
-        return _standardize(x, axes, epsilon) * gamma
-    # As matrices: a row for each example that is normalized, and `gamma` as long as a row.
-    row = jnp.broadcast_to(gamma, x.shape[axes[0] :]).ravel()
-    return _standardize_and_scale(x.reshape(-1, row.size), row, epsilon).reshape(x.shape)
+    return _standardize(x, axes, epsilon) * gamma
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _standardize_and_scale(x: jax.Array, gamma: jax.Array, epsilon: float) -> jax.Array:
-    return _standardize(x, (1,), epsilon) * gamma
-
-
-@_standardize_and_scale.defjvp
-def _standardize_and_scale_jvp(
-    epsilon: float, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+@_scale_on_cpu.defjvp
+def _scale_on_cpu_jvp(
+    axes: tuple[int, ...],
+    epsilon: float,
+    primals: tuple[jax.Array, jax.Array],
+    tangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    # Outer products, whose gradients are products of matrices and vectors: XLA keeps one array instead of two to four.
-    (x, gamma), (moved, moved_gamma) = primals, tangents
-    output, mean, factor = _standardize_with_moments(x, (1,), epsilon)
+    # In the shape of the inputs: of reshaped ones, XLA computes the output again for each of those that take it.
+    output = _scale_on_cpu(*primals, axes, epsilon)
+    # As matrices, with a row for each example that is normalized, and outer products, whose gradients are products of
+    # matrices and vectors: XLA keeps one array instead of two to four.
+    shape = output.shape[axes[0] :]
+    x, moved = (each.reshape(-1, math.prod(shape)) for each in (primals[0], tangents[0]))
+    gamma, moved_gamma = (jnp.broadcast_to(each, shape).reshape(1, -1) for each in (primals[1], tangents[1]))
+    _, mean, factor = _standardize_with_moments(x, (1,), epsilon)
     along = factor**3 * ((x - mean) * moved).mean(1, keepdims=True)
-    tangent = factor * gamma * moved - (factor * moved.mean(1, keepdims=True)) @ gamma[None]
-    return output * gamma, tangent - (x - mean) * (along @ gamma[None] - factor @ moved_gamma[None])
+    tangent = factor * gamma * moved - (factor * moved.mean(1, keepdims=True)) @ gamma
+    return output, (tangent - (x - mean) * (along @ gamma - factor @ moved_gamma)).reshape(output.shape)
 
 
 def _standardize_with_moments(

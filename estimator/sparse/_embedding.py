@@ -122,6 +122,8 @@ def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
     if full not in reads.read_whole:
         lookups = reads.rows.setdefault(full, [])
         lookups.append(indices)
+        if reads.needs_taps:
+            raise TapsNeeded
         if len(lookups) <= len(taps := reads.taps.get(full, ())):
             rows = rows + taps[len(lookups) - 1]
     column = flat.reshape(-1, *(1,) * (table.ndim - 1))
@@ -134,9 +136,14 @@ def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
 # taps.
 
 
-def put_taps(frame: Frame, taps: dict[str, list[jax.Array]]) -> None:
-    """Has the lookups of a run add these to their rows."""
-    frame.notes.get(Lookups).taps = taps
+class TapsNeeded(BaseException):
+    """Leaves a run at its first lookup; no `Exception`, so that a model_fn which catches those does not stop it."""
+
+
+def put_taps(frame: Frame, taps: dict[str, list[jax.Array]], needs_taps: bool) -> None:
+    """Has the lookups of a run add these to their rows, or the first one leave it by `TapsNeeded`."""
+    reads = frame.notes.get(Lookups)
+    reads.taps, reads.needs_taps = taps, needs_taps
 
 
 def make_taps(frame: Frame) -> dict[str, list[jax.Array]]:
