@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -194,6 +195,7 @@ def _check_for_evaluator(
         )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _Evaluation(Hook):
     """The evaluations of one EvalSpec.
 
@@ -203,21 +205,14 @@ class _Evaluation(Hook):
       stoppers: are called after every evaluation.
     """
 
-    def __init__(
-        self,
-        estimator: Estimator,
-        spec: EvalSpec,
-        name: str | None,
-        every_steps: int | None,
-        max_steps: int | None,
-        stoppers: Sequence[EarlyStoppingHook],
-    ) -> None:
-        self._estimator = estimator
-        self._spec = spec
-        self._name = name
-        self.every_steps = every_steps
-        self._max_steps = max_steps
-        self._stoppers = stoppers
+    _estimator: Estimator
+    _spec: EvalSpec
+    _name: str | None
+    every_steps: int | None
+    _max_steps: int | None
+    _stoppers: Sequence[EarlyStoppingHook]
+
+    def __post_init__(self) -> None:
         self._started: float | None = None  # when the last evaluation was
         self.metrics: dict[str, Any] = {}  # of the last evaluation
         self._ended: Context | None = None  # of the training run, once it has ended

@@ -283,13 +283,8 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         parser.error(
             f"{given.processes} processes with {count} GPUs each need {given.processes * count}; this host has {gpus}"
         )
-    return Options(
-        command=(*(["-m"] if given.module else []), given.script, *given.arguments),
-        processes=given.processes,
-        devices_per_process=given.devices_per_process,
-        max_restarts=given.max_restarts,
-        max_pause_secs=given.max_pause_secs,
-    )
+    command = (*(["-m"] if given.module else []), given.script, *given.arguments)
+    return Options(command, **{name: getattr(given, name) for name in least})
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -125,21 +126,11 @@ class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):
         batch_norm: bool = False,
         linear_sparse_combiner: str = "sum",
     ) -> None:
-        super().__init__(
-            classifier_head(n_classes, weight_column, label_vocabulary, loss_reduction),
-            model_dir,
-            linear_feature_columns,
-            linear_optimizer,
-            dnn_feature_columns,
-            dnn_optimizer,
-            dnn_hidden_units,
-            dnn_activation_fn,
-            dnn_dropout,
-            config,
-            warm_start_from,
-            batch_norm=batch_norm,
-            linear_sparse_combiner=linear_sparse_combiner,
-        )
+        head = classifier_head(n_classes, weight_column, label_vocabulary, loss_reduction)
+        linear = (linear_feature_columns, linear_optimizer)
+        parts = (*linear, dnn_feature_columns, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout)
+        options: dict[str, Any] = {"batch_norm": batch_norm, "linear_sparse_combiner": linear_sparse_combiner}
+        super().__init__(head, model_dir, *parts, config, warm_start_from, **options)
 
 
 class DNNLinearCombinedRegressor(DNNLinearCombinedEstimator):
@@ -169,18 +160,8 @@ class DNNLinearCombinedRegressor(DNNLinearCombinedEstimator):
         batch_norm: bool = False,
         linear_sparse_combiner: str = "sum",
     ) -> None:
-        super().__init__(
-            RegressionHead(label_dimension, weight_column, loss_reduction),
-            model_dir,
-            linear_feature_columns,
-            linear_optimizer,
-            dnn_feature_columns,
-            dnn_optimizer,
-            dnn_hidden_units,
-            dnn_activation_fn,
-            dnn_dropout,
-            config,
-            warm_start_from,
-            batch_norm=batch_norm,
-            linear_sparse_combiner=linear_sparse_combiner,
-        )
+        head = RegressionHead(label_dimension, weight_column, loss_reduction)
+        linear = (linear_feature_columns, linear_optimizer)
+        parts = (*linear, dnn_feature_columns, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout)
+        options: dict[str, Any] = {"batch_norm": batch_norm, "linear_sparse_combiner": linear_sparse_combiner}
+        super().__init__(head, model_dir, *parts, config, warm_start_from, **options)

@@ -12,23 +12,11 @@ from estimator.core._record import Scalar, report_in_training
 from estimator.heads import BinaryClassHead, Head, MultiClassHead
 from estimator.heads._head import checked_optimizer
 from estimator.optim._optimizer import Optimizer
-from estimator.train import (
-    AdagradOptimizer,
-    AdamOptimizer,
-    FtrlOptimizer,
-    GradientDescentOptimizer,
-    RMSPropOptimizer,
-)
+from estimator.train._optimize_loss import OPTIMIZERS
 
 OptimizerOrFn = Optimizer | Callable[[], Optimizer] | str
 
-_NAMED: dict[str, Callable[[float], Optimizer]] = {  # by TensorFlow's names
-    "Adagrad": AdagradOptimizer,
-    "Adam": AdamOptimizer,
-    "Ftrl": FtrlOptimizer,
-    "RMSProp": RMSPropOptimizer,
-    "SGD": GradientDescentOptimizer,
-}
+_NAMED = {name: make for name, make in OPTIMIZERS.items() if name != "Momentum"}  # those of TensorFlow's estimators
 
 
 def classifier_head(

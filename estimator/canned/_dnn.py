@@ -121,18 +121,8 @@ class DNNClassifier(DNNEstimator):
         batch_norm: bool = False,
     ) -> None:
         head = classifier_head(n_classes, weight_column, label_vocabulary, loss_reduction)
-        super().__init__(
-            head,
-            hidden_units,
-            feature_columns,
-            model_dir,
-            optimizer,
-            activation_fn,
-            dropout,
-            config,
-            warm_start_from,
-            batch_norm=batch_norm,
-        )
+        network = (hidden_units, feature_columns, model_dir, optimizer, activation_fn, dropout)
+        super().__init__(head, *network, config, warm_start_from, batch_norm=batch_norm)
 
 
 class DNNRegressor(DNNEstimator):
@@ -162,18 +152,8 @@ class DNNRegressor(DNNEstimator):
         batch_norm: bool = False,
     ) -> None:
         head = RegressionHead(label_dimension, weight_column, loss_reduction)
-        super().__init__(
-            head,
-            hidden_units,
-            feature_columns,
-            model_dir,
-            optimizer,
-            activation_fn,
-            dropout,
-            config,
-            warm_start_from,
-            batch_norm=batch_norm,
-        )
+        network = (hidden_units, feature_columns, model_dir, optimizer, activation_fn, dropout)
+        super().__init__(head, *network, config, warm_start_from, batch_norm=batch_norm)
 
 
 def dnn_logits_fn(

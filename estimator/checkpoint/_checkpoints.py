@@ -52,10 +52,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        model_dir: str | os.PathLike[str],
-        keep_max: int | None = 5,
-        keep_every_n_hours: float | None = None,
+        self, model_dir: str | os.PathLike[str], keep_max: int | None = 5, keep_every_n_hours: float | None = None
     ) -> None:
         self._dir = os.fspath(model_dir)
         self._retention = keep_max, keep_every_n_hours
@@ -120,7 +117,18 @@ class Checkpoints:
 
     def _is_saved(self, checkpoint: Checkpoint) -> bool:
         check_lock(self._dir)
-        return _is_saved(checkpoint)
+        try:
+            checkpoint.check_sound()
+        except DamagedError as error:
+            logging.warning("The checkpoint %s, which is damaged, is replaced: %s.", checkpoint.path, error.reason)
+            return False
+        except NotACheckpointError:
+            return False
+        if checkpoint.is_renamed:
+            step = checkpoint.step
+            logging.warning("The checkpoint %s, which was written at step %d, is replaced.", checkpoint.path, step)
+            return False
+        return True
 
     def start(self) -> None:
         """Starts to write what `save` has left for later."""
@@ -260,21 +268,6 @@ def take_values(path: str, source: str) -> None:
             old.add_mark(mark)
     except Exception as error:
         raise CheckpointWriteError(_explain(path, error)) from error
-
-
-def _is_saved(checkpoint: Checkpoint) -> bool:
-    try:
-        checkpoint.check_sound()
-    except DamagedError as error:
-        logging.warning("The checkpoint %s, which is damaged, is replaced: %s.", checkpoint.path, error.reason)
-        return False
-    except NotACheckpointError:
-        return False
-    if checkpoint.is_renamed:
-        step = checkpoint.step
-        logging.warning("The checkpoint %s, which was written at step %d, is replaced.", checkpoint.path, step)
-        return False
-    return True
 
 
 def _explain(path: str, error: Exception) -> str:

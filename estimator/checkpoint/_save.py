@@ -131,10 +131,7 @@ def _save_on_disk(
 
 
 def _save_in_store(
-    saved: Checkpoint,
-    arrays: Mapping[str, jax.Array | np.ndarray],
-    host: dict[str, Any],
-    copied: Callable[[], object],
+    saved: Checkpoint, arrays: Mapping[str, jax.Array | np.ndarray], host: dict[str, Any], copied: Callable[[], object]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         local = Checkpoint(os.path.join(folder, os.path.basename(saved.path)))

@@ -106,6 +106,10 @@ class Declared:
     name_scopes: set[str] = dataclasses.field(default_factory=set)
     notes: Notes = dataclasses.field(default_factory=Notes)
 
+    @property
+    def trainable_names(self) -> tuple[str, ...]:
+        return tuple(name for name, is_trainable in self.trainable.items() if is_trainable)
+
 
 @dataclasses.dataclass
 class Tracing:

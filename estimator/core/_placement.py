@@ -89,7 +89,6 @@ class Placement:
 
     def state(self, like: State) -> Shardings:
         """The shardings of a State; `like` has its abstract arrays, the variables in the order they were created."""
-        del like
         return None
 
     def state_to_read(self, like: State) -> Shardings:
@@ -98,7 +97,6 @@ class Placement:
 
     def batch(self, rows: int) -> jax.sharding.Sharding | None:
         """The sharding of features and labels of `rows` examples."""
-        del rows
         return None
 
     spans_processes = False
@@ -125,7 +123,6 @@ class Placement:
 
     def with_partitions(self, partitions: Partitions) -> Placement:
         """The same for a model_fn that declared which dimension of its variables is cut, by name and path."""
-        del partitions
         return self
 
     def place(self, tree: Tree) -> Tree:
@@ -134,7 +131,6 @@ class Placement:
 
     def shard(self, x: jax.Array, axis: int) -> jax.Array:
         """An array, cut over the devices that the run is spread over."""
-        del axis
         return x
 
     def gather(self, tree: Tree) -> Tree:
@@ -160,7 +156,6 @@ class Placement:
           steps: as they are run by default: the model_fn maps over towers in each of them.
           stacked: whether they get stacked batches, `[steps, rows, ...]`.
         """
-        del stacked
         return steps
 
     # Where a step has to be several programs.
@@ -173,12 +168,10 @@ class Placement:
           like: the abstract State.
           donate: whether the memory of the given state may be reused.
         """
-        del halves, like, donate
         return None
 
     def split_read(self, step: Read[Tree]) -> Read[Tree] | None:
         """A step that only reads the state, with transfers before it. If None, it needs none."""
-        del step
         return None
 
 

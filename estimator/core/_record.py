@@ -19,9 +19,11 @@ from estimator.core._mode_keys import ModeKeys
 class Report:
     """Base of what is reported: a pytree of arrays."""
 
+    value: Any
+
     def as_value(self) -> Any:
         """The value that a hook gets, of a report whose arrays are on the host."""
-        raise AssertionError  # every kind has its own
+        return self.value
 
     def merge(self, others: Sequence[Any], rows: Sequence[int]) -> Any:
         """One report from this one and the other parts', in input order; part i has `rows[i]` rows."""
@@ -79,11 +81,7 @@ class Rows(Report):
     limit: int | None = dataclasses.field(default=None, metadata={"static": True})
     image: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def as_value(self) -> Any:
-        return self.value
-
     def merge(self, others: Sequence[Rows], rows: Sequence[int]) -> Rows:
-        del rows
         # Each part has cut off its own rest already; of all that is left, the first rows are the first of the batch.
         return dataclasses.replace(self, value=jnp.concatenate([p.value for p in (self, *others)])[: self.limit])
 
@@ -98,9 +96,6 @@ class OfTowers(Report):
     """
 
     value: Any
-
-    def as_value(self) -> Any:
-        return self.value
 
     def merge(self, others: Sequence[OfTowers], rows: Sequence[int]) -> OfTowers:
         """The first tower has run on the rows of the others too: its value is the mean over all rows."""
@@ -158,7 +153,6 @@ class Histogram(Report):
         return self
 
     def merge(self, others: Sequence[Histogram], rows: Sequence[int]) -> Histogram:
-        del rows
         parts = [self, *others]
         return Histogram(
             counts=sum(p.counts for p in parts),

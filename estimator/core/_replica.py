@@ -8,20 +8,6 @@ from collections.abc import Callable
 import jax
 
 
-def _keep_denominator(denominator: jax.Array, index: int | None) -> jax.Array:
-    del index
-    return denominator
-
-
-def _keep_whole(x: jax.Array, axis: int) -> jax.Array:
-    del axis
-    return x
-
-
-def _mean_of_one(x: jax.Array) -> jax.Array:
-    return x
-
-
 @dataclasses.dataclass(frozen=True)
 class Replica:
     """A tower's or micro-batch's place in a replicated run; the defaults are a run alone.
@@ -39,12 +25,12 @@ class Replica:
       forward_only: whether it runs in TRAIN without gradients, as in evaluation.
     """
 
-    average_denominator: Callable[[jax.Array, int | None], jax.Array] = _keep_denominator
+    average_denominator: Callable[[jax.Array, int | None], jax.Array] = lambda denominator, index: denominator
     loss_scale: float = 1.0
     share: float = 1.0
     towers: int = 1
-    mean: Callable[[jax.Array], jax.Array] = _mean_of_one
+    mean: Callable[[jax.Array], jax.Array] = lambda x: x
     parts: int = 1
-    shard: Callable[[jax.Array, int], jax.Array] = _keep_whole
+    shard: Callable[[jax.Array, int], jax.Array] = lambda x, axis: x
     one_tower: bool = False
     forward_only: bool = False

@@ -64,10 +64,7 @@ def stack_of(leaves: Sequence[Any]) -> np.ndarray | None:
 
 
 def copy_batch(
-    features: Features,
-    labels: Labels = None,
-    devices: Set[jax.Device] | None = None,
-    stack: Stack | None = None,
+    features: Features, labels: Labels = None, devices: Set[jax.Device] | None = None, stack: Stack | None = None
 ) -> tuple[PyTree, PyTree]:
     """Copies features and labels, so that they keep these values whatever happens to their memory later.
 

@@ -188,11 +188,7 @@ class _Failure(NamedTuple):
 
 
 def _read(
-    pairs: Any,
-    pull: Pull,
-    make: Callable[[list[Any]], Any],
-    sizes: Iterator[int],
-    closed: threading.Event,
+    pairs: Any, pull: Pull, make: Callable[[list[Any]], Any], sizes: Iterator[int], closed: threading.Event
 ) -> Iterator[BatchChunk | _Failure]:
     """Yields the chunks of these sizes until it is closed, or the input ends or fails."""
     position_of = getattr(pairs, "get_state", lambda: None)

@@ -37,11 +37,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @contextlib.contextmanager
 def layer_scope(
-    layer: str,
-    name: str | VariableScope | None,
-    reuse: Reuse,
-    default_name: str | None = None,
-    shares: bool = False,
+    layer: str, name: str | VariableScope | None, reuse: Reuse, default_name: str | None = None, shares: bool = False
 ) -> Iterator[None]:
     """The scope of a layer's variables: its name, or the default one, which may be the layer's, made unique.
 

@@ -107,7 +107,6 @@ def batch_normalization(
         virtual_batch_size=virtual_batch_size,
         adjustment=adjustment,
     )
-    del renorm_momentum
     training = is_training(layer, training)
     x = as_input(layer, inputs, at_least=2)
     kept = _axes(layer, "axis", axis, x.ndim)

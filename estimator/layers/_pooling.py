@@ -174,12 +174,7 @@ def _average(layer: str, ndim: int, inputs: ArrayLike, *window: int | str | Sequ
 
 
 def _window(
-    layer: str,
-    ndim: int,
-    pool_size: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str,
-    data_format: str,
+    layer: str, ndim: int, pool_size: int | Sequence[int], strides: int | Sequence[int], padding: str, data_format: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """Sizes and strides by dimension, and the padding, for `jax.lax.reduce_window`."""
     last = channels_are_last(layer, data_format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ class NanLossDuringTrainingError(RuntimeError):
     """The loss, or a variable about to be saved, is not a number."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LossReader:
     """Reads the losses of several programs at once: to read each at once would cost every step, on several CPU devices,
     a tenth of its time.
@@ -41,24 +43,17 @@ class LossReader:
       ended_by_nan: whether a NaN was read that hooks do not take for an error.
     """
 
-    def __init__(
-        self,
-        programs: Programs,
-        watch: StepWatch | None,
-        hooks: Sequence[Hook],
-        context: RunContext,
-        log: TrainingLog,
-        newest_checkpoint: Callable[[], str],
-    ) -> None:
-        self._programs = programs
-        self._watch = watch
-        self._hooks = hooks
-        self._context = context
-        self._log = log
-        self._newest_checkpoint = newest_checkpoint
+    _programs: Programs
+    _watch: StepWatch | None
+    _hooks: Sequence[Hook]
+    _context: RunContext
+    _log: TrainingLog
+    _newest_checkpoint: Callable[[], str]
+
+    def __post_init__(self) -> None:
         self._waiting: list[tuple[StepOutputs, int]] = []  # the outputs of each program, and the number of its steps
-        self._batches = RecentBatches(context.global_step)
-        self.step = context.global_step
+        self._batches = RecentBatches(self._context.global_step)
+        self.step = self._context.global_step
         self.ended_by_nan = False
 
     def add(self, outputs: StepOutputs, pairs: Sequence[Pair]) -> None:

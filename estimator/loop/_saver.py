@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from estimator.loop._resume_input import warn_of_resuming
 from estimator.runtime._uninterrupted import shield
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Saver:
     """The checkpoints of one training run. A save may still be under way while the run continues.
 
@@ -41,25 +43,19 @@ class Saver:
       position: of the input, after the last chunk of steps.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        config: RunConfig,
-        hooks: Sequence[Hook],
-        context: RunContext,
-        path: str | None,
-        skipped_batches: int,
-    ) -> None:
-        self._checkpoints = checkpoints
-        self._config = config
-        self._hooks = hooks
-        self._context = context
-        self._channel = context.group.channel("checkpoint", is_independent=True)  # a failed run finishes its last
-        self._first_step = context.global_step
-        self._skipped_batches = skipped_batches
+    _checkpoints: Checkpoints
+    _config: RunConfig
+    _hooks: Sequence[Hook]
+    _context: RunContext
+    path: str | None
+    _skipped_batches: int
+
+    def __post_init__(self) -> None:
+        # A failed run finishes its last.
+        self._channel = self._context.group.channel("checkpoint", is_independent=True)
+        self._first_step = self._context.global_step
         self._warned_of_input = False
-        self.path = path
-        self.step = -1 if path is None else context.global_step
+        self.step = -1 if self.path is None else self._first_step
         self._before = self.path, self.step  # the newest if the last save fails
         self.position: Any = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -51,6 +52,7 @@ def _working_seconds(context: RunContext) -> float:
     return seconds["input"] + seconds["host"] + seconds["device"]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LoopSize:
     """The number of steps in a chunk and in its program; where a time per program is requested, the program follows
     from how long they take.
@@ -61,26 +63,20 @@ class LoopSize:
     thread takes some 30 us.
     """
 
-    def __init__(
-        self,
-        programs: Programs,
-        steps: int,
-        secs: float | None,
-        look_every: int,
-        at_once: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._programs = programs
-        self._look_every = look_every
-        self._at_once = at_once  # seconds
-        self._secs = secs
-        self._clock = clock
+    _programs: Programs
+    steps: dataclasses.InitVar[int]
+    _secs: float | None
+    _look_every: int
+    _at_once: float  # seconds
+    _clock: Callable[[], float]
+
+    def __post_init__(self, steps: int) -> None:
         self._looked: tuple[int, float] | None = None
         self._begin: tuple[int, float] | None = None
         self._fit = 1  # steps in the time of a chunk
         self._batches_at_once = 1
-        programs.steps_per_program = steps
-        programs.loops = programs.info.is_one_program and (steps > 1 or secs is not None)
+        self._programs.steps_per_program = steps
+        self._programs.loops = self._programs.info.is_one_program and (steps > 1 or self._secs is not None)
 
     def bounds(self) -> Bounds:
         """The bounds of the next chunk."""

@@ -176,11 +176,7 @@ def auc(
 
 
 def _confusion_at(
-    caller: str,
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    thresholds: tuple[float, ...],
-    weights: ArrayLike | None,
+    caller: str, labels: ArrayLike, predictions: ArrayLike, thresholds: tuple[float, ...], weights: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """True positives, false positives, true negatives, false negatives; each [thresholds].
 

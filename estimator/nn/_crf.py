@@ -12,10 +12,7 @@ from estimator.variables._variables import get_variable
 
 
 def crf_log_likelihood(
-    inputs: ArrayLike,
-    tag_indices: ArrayLike,
-    sequence_lengths: ArrayLike,
-    transition_params: ArrayLike | None = None,
+    inputs: ArrayLike, tag_indices: ArrayLike, sequence_lengths: ArrayLike, transition_params: ArrayLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The log likelihood of each sequence of tags, and the transitions, as `tf.contrib.crf.crf_log_likelihood`.
 

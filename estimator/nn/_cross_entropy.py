@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax.losses
@@ -14,10 +16,7 @@ from estimator.core._argument_checks import as_float, check_same_shape, widen, w
 
 
 def sigmoid_cross_entropy_with_logits(
-    _sentinel: None = None,
-    labels: ArrayLike | None = None,
-    logits: ArrayLike | None = None,
-    name: str | None = None,
+    _sentinel: None = None, labels: ArrayLike | None = None, logits: ArrayLike | None = None, name: str | None = None
 ) -> jax.Array:
     """The cross entropy of each element, as `tf.nn.sigmoid_cross_entropy_with_logits`: with named arguments only.
 
@@ -32,10 +31,7 @@ def sigmoid_cross_entropy_with_logits(
     Raises:
       ValueError: an argument has no name or is missing, or shapes differ.
     """
-    labels, logits = _pair(
-        "sigmoid_cross_entropy_with_logits",
-        *_check_named("sigmoid_cross_entropy_with_logits", _sentinel, labels, logits),
-    )
+    labels, logits = _named_pair("sigmoid_cross_entropy_with_logits", _sentinel, labels, logits)
     return optax.losses.sigmoid_binary_cross_entropy(logits, labels)
 
 
@@ -62,10 +58,7 @@ def softmax_cross_entropy_with_logits(
     Raises:
       ValueError: an argument has no name or is missing, or shapes differ.
     """
-    labels, logits = _pair(
-        "softmax_cross_entropy_with_logits",
-        *_check_named("softmax_cross_entropy_with_logits", _sentinel, labels, logits),
-    )
+    labels, logits = _named_pair("softmax_cross_entropy_with_logits", _sentinel, labels, logits)
     labels = jax.lax.stop_gradient(labels)
     return optax.losses.softmax_cross_entropy(logits, labels, axis=dim if axis is None else axis)
 
@@ -83,18 +76,12 @@ def softmax_cross_entropy_with_logits_v2(
     >>> print(softmax_cross_entropy_with_logits_v2(labels=jnp.eye(2), logits=jnp.zeros((2, 2))))
     [0.6931472 0.6931472]
     """
-    labels, logits = _pair(
-        "softmax_cross_entropy_with_logits_v2",
-        *_check_named("softmax_cross_entropy_with_logits_v2", _sentinel, labels, logits),
-    )
+    labels, logits = _named_pair("softmax_cross_entropy_with_logits_v2", _sentinel, labels, logits)
     return optax.losses.softmax_cross_entropy(logits, labels, axis=axis if dim is None else dim)
 
 
 def sparse_softmax_cross_entropy_with_logits(
-    _sentinel: None = None,
-    labels: ArrayLike | None = None,
-    logits: ArrayLike | None = None,
-    name: str | None = None,
+    _sentinel: None = None, labels: ArrayLike | None = None, logits: ArrayLike | None = None, name: str | None = None
 ) -> jax.Array:
     """The cross entropy of each row with its right class, as `tf.nn.sparse_softmax_cross_entropy_with_logits`.
 
@@ -180,6 +167,10 @@ def _pair(caller: str, labels: ArrayLike, logits: ArrayLike) -> tuple[jax.Array,
     labels = jnp.asarray(labels, logits.dtype)
     check_same_shape(f"est.nn.{caller}", labels, logits, "logits")
     return labels, logits
+
+
+def _named_pair(caller: str, *given: Any) -> tuple[jax.Array, jax.Array]:
+    return _pair(caller, *_check_named(caller, *given))
 
 
 def _check_named(

@@ -12,11 +12,7 @@ from estimator.core._argument_checks import as_float, hide_absent, widen
 
 
 def moments(
-    x: ArrayLike,
-    axes: int | Sequence[int],
-    shift: None = None,
-    name: str | None = None,
-    keep_dims: bool = False,
+    x: ArrayLike, axes: int | Sequence[int], shift: None = None, name: str | None = None, keep_dims: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """The mean and the variance along the axes, as `tf.nn.moments`.
 

@@ -62,11 +62,7 @@ At = Callable[[Variables], tuple[TrainOp, StepGradients]]
 
 
 def apply_step(
-    train_op: TrainOp,
-    gradients: StepGradients,
-    written: Variables,
-    state: State,
-    at: At | None = None,
+    train_op: TrainOp, gradients: StepGradients, written: Variables, state: State, at: At | None = None
 ) -> tuple[Variables, Slots]:
     """The variables and slots after a step: the updates, then what the model_fn wrote, then the moves.
 

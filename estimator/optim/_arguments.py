@@ -125,13 +125,9 @@ def check_loss(caller: str, loss: object) -> jax.Array:
     return loss.reshape(())
 
 
-def trainable_names(frame: Frame) -> tuple[str, ...]:
-    return tuple(name for name, is_trainable in frame.declared.trainable.items() if is_trainable)
-
-
 def list_names(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
     if var_list is None:
-        return trainable_names(frame)
+        return frame.declared.trainable_names
     if isinstance(var_list, str):
         raise TypeError(f"`{caller}`: var_list must be a list of names; write [{var_list!r}].")
     if _is_number(var_list):
@@ -148,7 +144,7 @@ def check_pair(caller: str, pair: object) -> tuple[PyTree, str]:
 
 
 def check_var_list(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
-    trainable = list(trainable_names(frame))
+    trainable = list(frame.declared.trainable_names)
     names = list_names(caller, frame, var_list)
     if not names:
         raise ValueError(

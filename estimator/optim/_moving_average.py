@@ -139,7 +139,7 @@ class ExponentialMovingAverage:
         caller = "ExponentialMovingAverage.apply"
         frame = current_frame(caller)
         if var_list is None:
-            var_list = [name for name, is_trainable in frame.declared.trainable.items() if is_trainable]
+            var_list = frame.declared.trainable_names
         given = [var_list] if isinstance(var_list, str | jax.Array) else list(var_list)
         if isinstance(var_list, str | jax.Array) or not all(isinstance(each, str | jax.Array) for each in given):
             raise TypeError(
@@ -245,7 +245,7 @@ class ExponentialMovingAverage:
         """
         frame = current_frame("ExponentialMovingAverage.variables_to_restore")
         if moving_avg_variables is None:
-            moving_avg_variables = [name for name, is_trainable in frame.declared.trainable.items() if is_trainable]
+            moving_avg_variables = frame.declared.trainable_names
         averaged = set(moving_avg_variables)
         averages = frame.declared.notes.get(Averages)
         others = [name for name in frame.declared.trainable if name not in averages]

@@ -13,6 +13,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._train_op import GradientsNeeded, TrainOp, Update
 from estimator.core._typing import PyTree, Variables
 from estimator.optim import _loss_scale
+from estimator.optim._absent import is_masked
 from estimator.optim._apply_updates import StepGradients
 from estimator.optim._arguments import (
     WHY_NO_GRADIENTS,
@@ -29,7 +30,6 @@ from estimator.optim._arguments import (
     in_order,
     is_transformation,
     list_names,
-    trainable_names,
 )
 from estimator.optim._given_rate import GivenRate, LearningRate, to_carry, with_learning_rate
 from estimator.optim._gradient_calls import GradientCalls, Reached
@@ -183,10 +183,7 @@ class Optimizer:
         return [(gradients.get(name), name) for name in names]
 
     def apply_gradients(
-        self,
-        grads_and_vars: Iterable[tuple[PyTree, str]],
-        global_step: jax.Array | None = None,
-        **tensorflows: object,
+        self, grads_and_vars: Iterable[tuple[PyTree, str]], global_step: jax.Array | None = None, **tensorflows: object
     ) -> TrainOp:
         """The train_op that applies given gradients.
 
@@ -324,7 +321,7 @@ class Optimizer:
                 f"{str(frame.mode)!r}, where another one of this name was used before. Give each a name of its own."
             )
         frame.declared.reserved_slots[self._name] = self
-        names = trainable_names(frame) if var_list is None else tuple(var_list)
+        names = frame.declared.trainable_names if var_list is None else tuple(var_list)
         frame.notes.get(GradientCalls).slot_variables.setdefault(self._name, names)
         return self._name
 
@@ -406,7 +403,6 @@ class Optimizer:
 
 def is_per_variable(value: PyTree, variable: PyTree) -> bool:
     """Returns whether a part of an optimizer's state belongs to a variable, or to one that `optax.masked` left out."""
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     leaves, structure = jax.tree.flatten(value, is_leaf=is_masked)
     try:  # a mask may leave out a whole branch
         parts = structure.flatten_up_to(variable)  # type: ignore[attr-defined]

@@ -34,10 +34,7 @@ class _CallsLossAgain(Exception):
 
 
 def row_rule(
-    transformation: optax.GradientTransformation,
-    tables: Collection[str],
-    slots: optax.OptState,
-    params: Variables,
+    transformation: optax.GradientTransformation, tables: Collection[str], slots: optax.OptState, params: Variables
 ) -> RowRule:
     """Finds the rule for the rows of the variables `tables`.
 

@@ -147,11 +147,7 @@ def _at_least_float32(x: jax.Array) -> jnp.dtype:
 
 
 def takes_rows(
-    transformation: optax.GradientTransformation,
-    name: str,
-    tables: list[str],
-    slots: optax.OptState,
-    params: Variables,
+    transformation: optax.GradientTransformation, name: str, tables: list[str], slots: optax.OptState, params: Variables
 ) -> bool:
     """Returns whether the optimizer `name` is to see only the touched rows of tables; logs it if not."""
     made = _of_some_rate(transformation)

@@ -74,6 +74,7 @@ class _Pass(NamedTuple):
     rows: dict[str, list[jax.Array]]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _Run:
     """Repeats forward passes until one has all it needs; XLA removes what two passes have in common.
 
@@ -88,25 +89,19 @@ class _Run:
     One `jax.vjp` of the last pass serves all losses of `minimize`.
     """
 
-    def __init__(
-        self,
-        call: Callable[..., EstimatorSpec],
-        frame: Frame,
-        batch: tuple[PyTree, ...],
-        loss_scale: float,
-        transform: Callable[[Forward], Forward] | None,
-    ) -> None:
-        self._call = call
-        self._frame = frame
-        self._batch = batch
-        self._loss_scale = loss_scale
-        self._transform = transform
+    _call: Callable[..., EstimatorSpec]
+    _frame: Frame
+    _batch: tuple[PyTree, ...]
+    _loss_scale: float
+    _transform: Callable[[Forward], Forward] | None
+
+    def __post_init__(self) -> None:
         # Integers are left out: jax would make gradients of dtype float0 for them.
-        self._floating = {name: value for name, value in frame.variables.items() if _is_floating(value)}
+        self._floating = {name: value for name, value in self._frame.variables.items() if _is_floating(value)}
         self._known_gradients: tuple[dict[str, PyTree], ...] = ()
         self._taps: dict[str, list[jax.Array]] = {}
         self._needs_taps = False
-        self._last_frame = frame
+        self._last_frame = self._frame
         self._differentiates = False
         self._reached: set[str] = set()
 

@@ -89,7 +89,7 @@ class PureSteps:
             guard=frame.guard,
             compared_on=frame.compared_on,
             hooks=_hooks(spec),
-            trainable=tuple(name for name, is_trainable in frame.declared.trainable.items() if is_trainable),
+            trainable=frame.declared.trainable_names,
             trained=tuple({name: None for update in (spec.train_op or TrainOp()).updates for name in update.var_list}),
             # Only the kinds of what is reported: its values would be computed, and compiled, for nothing.
             reported=jax.tree.map(

@@ -51,11 +51,7 @@ def loop_over_all(step: Callable[..., tuple[C, T]], carry: C, batches: tuple[PyT
 
 
 def loop_over_some(
-    step: Callable[..., tuple[C, T, R]],
-    carry: C,
-    batches: tuple[PyTree, ...],
-    start: jax.Array | int,
-    stop: jax.Array,
+    step: Callable[..., tuple[C, T, R]], carry: C, batches: tuple[PyTree, ...], start: jax.Array | int, stop: jax.Array
 ) -> tuple[C, T, R]:
     """Makes a step with each of the stacked batches from `start` to `stop`.
 

@@ -29,11 +29,7 @@ from estimator.variables._initial_value import InitialValues
 
 class _Init(Protocol):
     def __call__(
-        self,
-        key: jax.Array,
-        features: Features,
-        labels: Labels = None,
-        mode: str = ModeKeys.TRAIN,
+        self, key: jax.Array, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN
     ) -> State: ...
 
 
@@ -108,18 +104,7 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
       ValueError: the model_fn has other arguments.
     """
     steps = _Steps(bind(model_fn, params, config), donate)
-    return Model(
-        init=steps.init,
-        train_step=steps.train_step,
-        eval_step=steps.eval_step,
-        predict_step=steps.predict_step,
-        train_loop=steps.train_loop,
-        inner_steps=steps.inner_steps,
-        inner_read=steps.inner_read,
-        abstract_init=steps.abstract_init,
-        info=steps.info,
-        compare=steps.compare,
-    )
+    return Model(*(getattr(steps, name) for name in Model._fields))
 
 
 class _Steps:
@@ -135,13 +120,7 @@ class _Steps:
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._compared: set[ModeKeys] = set()
 
-    def init(
-        self,
-        key: jax.Array,
-        features: Features,
-        labels: Labels = None,
-        mode: str = ModeKeys.TRAIN,
-    ) -> State:
+    def init(self, key: jax.Array, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> State:
         mode = ModeKeys(mode)
         key = checked_key(key)
         rows = check_batch(features, labels)

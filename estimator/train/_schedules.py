@@ -169,11 +169,7 @@ def piecewise_constant(
 
 
 def cosine_decay(
-    learning_rate: float | jax.Array,
-    global_step: Step,
-    decay_steps: float,
-    alpha: float = 0.0,
-    name: str | None = None,
+    learning_rate: float | jax.Array, global_step: Step, decay_steps: float, alpha: float = 0.0, name: str | None = None
 ) -> Any:
     """A decay from `learning_rate` to `alpha * learning_rate` along half a cosine.
 

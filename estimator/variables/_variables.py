@@ -230,7 +230,7 @@ def trainable_variables(scope: str | None = None) -> Mapping[str, PyTree]:
     frame = current_frame("est.trainable_variables")
     if scope is not None and not isinstance(scope, str):
         raise TypeError(f"`est.trainable_variables` needs the beginning of names, a string; got {scope!r}.")
-    names = [name for name, is_trainable in frame.declared.trainable.items() if is_trainable]
+    names = frame.declared.trainable_names
     return VariablesByName(frame, [name for name in names if scope is None or re.match(scope, name)])
 
 

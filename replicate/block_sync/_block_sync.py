@@ -78,7 +78,7 @@ def bmuf(
 
 @dataclasses.dataclass(frozen=True)
 class BlockSync:
-    """Lets towers train on their own for a block of steps, and averages them at its end.
+    """Lets towers train on their own for a block of steps, and takes their mean at its end.
 
     For `replicate_model_fn(..., block_sync=...)`. Each tower has its own copy of the trainable variables and of the
     slots of its optimizers, and takes steps with the gradients of its own rows, without any communication. After

@@ -41,9 +41,7 @@ class PerTower:
     _arrays: tuple[Value, ...]
 
     def __init__(
-        self,
-        values: Mapping[jax.Device | str, Value] | Sequence[Value],
-        towers: Sequence[jax.Device] | None = None,
+        self, values: Mapping[jax.Device | str, Value] | Sequence[Value], towers: Sequence[jax.Device] | None = None
     ) -> None:
         """Puts one array on each device.
 

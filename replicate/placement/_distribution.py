@@ -39,9 +39,7 @@ class VariableDistribution(enum.StrEnum):
 
 
 def place(
-    distribution: VariableDistribution,
-    devices: Sequence[Any],
-    variable_device: jax.Device | str | None = None,
+    distribution: VariableDistribution, devices: Sequence[Any], variable_device: jax.Device | str | None = None
 ) -> Placement:
     """The placement for a distribution over the towers' devices, one per tower or a tuple of them, or one for all."""
     number, devices = len(devices), tuple(dict.fromkeys(devices))
