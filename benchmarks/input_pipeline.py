@@ -8,10 +8,17 @@ so wait for each step; the loop by hand then reads the input inline, while `trai
 
 The best case is the longer of the two times (the thread hides the shorter one), the worst is their sum. Figures are
 medians over rounds, in which the loops take turns, of a run of 2 n steps less one of n.
+
+Then `train` makes steps of 20 ms behind inputs of images: PNGs of 32x32 in uint8, which are decoded, cropped and
+flipped, 64 in a batch, by a process of grain's or by a generator in the thread; and behind an input that is too slow.
+A table has the share of the time in which it waits, by its log line and by Python's profiler.
 """
 
 import argparse
+import cProfile
 import functools
+import io
+import pstats
 import statistics
 import tempfile
 import time
@@ -21,12 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+from PIL import Image
 from turns import in_turns, per_step
 
 import estimator as est
 
 SIZE = 4096
 BATCH = np.ones((32, 16), np.float32)
+IMAGES, BATCH_SIZE, IMAGES_STEP_MS, SLOW_MS = 2048, 64, 20, 40  # of the inputs of images
 
 
 def sine_chain(w, sines):
@@ -79,7 +88,7 @@ class ReadsEveryLoss(est.Hook):
         assert values.loss is not None
 
 
-def by_estimator(sines, waits=True):
+def estimator_of(sines):
     def model_fn(features, mode):
         w = est.get_variable("w", (SIZE,), initializer=jax.nn.initializers.ones, trainable=False)
         bias = est.get_variable("bias", (), initializer=jax.nn.initializers.zeros)
@@ -89,9 +98,95 @@ def by_estimator(sines, waits=True):
         return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.0)).minimize(loss))
 
     config = est.RunConfig(save_summary_steps=None, save_checkpoints_secs=None, save_checkpoints_steps=None)
-    estimator = est.Estimator(model_fn, tempfile.mkdtemp(), config)
-    hooks = [ReadsEveryLoss()] if waits else []
+    return est.Estimator(model_fn, tempfile.mkdtemp(), config)
+
+
+def by_estimator(sines, waits=True):
+    estimator, hooks = estimator_of(sines), [ReadsEveryLoss()] if waits else []
     return lambda sleep, steps: estimator.train(lambda: input_fn(sleep, steps), hooks=hooks)
+
+
+def encoded_images():
+    """The bytes of PNGs, as files have them."""
+    random = np.random.default_rng(0)
+    for _ in range(IMAGES):
+        smooth = random.integers(0, 256, (8, 8, 3), np.uint8).repeat(4, 0).repeat(4, 1)
+        file = io.BytesIO()
+        Image.fromarray(smooth + random.integers(0, 8, smooth.shape, np.uint8)).save(file, "png")
+        yield file.getvalue()
+
+
+def augment(png, random):
+    """The image, padded by 4, cropped, and flipped every second time; uint8."""
+    padded = np.pad(np.asarray(Image.open(io.BytesIO(png))), ((4, 4), (4, 4), (0, 0)))
+    top, left = random.integers(0, 9, 2)
+    crop = padded[top : top + 32, left : left + 32]
+    return crop[:, ::-1] if random.random() < 0.5 else crop
+
+
+def by_generator(images):
+    random = np.random.default_rng(1)
+    while True:
+        yield np.stack([augment(images[i], random) for i in random.integers(0, IMAGES, BATCH_SIZE)])
+
+
+def by_grain(images):
+    import absl.flags
+    import grain
+
+    absl.flags.FLAGS.mark_as_parsed()  # grain has flags
+    dataset = grain.MapDataset.source(images).shuffle(seed=1).repeat().random_map(augment, seed=2).batch(BATCH_SIZE)
+    return dataset.to_iter_dataset().mp_prefetch(grain.MultiprocessingOptions(num_workers=1))
+
+
+def too_slow(images):
+    while True:
+        time.sleep(SLOW_MS / 1e3)
+        yield np.zeros((BATCH_SIZE, 32, 32, 3), np.uint8)
+
+
+class WaitsForInput(est.Hook):
+    """The share of the time from the first step to a last one in which the loop waits for its input."""
+
+    def __init__(self, last):
+        self.steps, self.profile, self.readings = (1, last), cProfile.Profile(), []
+
+    def next_step(self, step):
+        return next((each for each in self.steps if each > step), None)
+
+    def after_run(self, context, values):
+        self.profile.disable()
+        self.readings.append((time.perf_counter(), context.input_wait))
+        if context.global_step == 1:
+            self.profile.enable()
+
+    def as_logged(self):
+        (begin, before), (end, after) = self.readings
+        return (after - before) / (end - begin)
+
+    def as_profiled(self):
+        functions = pstats.Stats(self.profile).stats.items()
+        waiting = sum(times[3] for (_, _, name), times in functions if name == "get_unless")
+        return waiting / (self.readings[1][0] - self.readings[0][0])
+
+
+def waiting(make_input, sines, steps):
+    """A row of the table of inputs of images."""
+    images = list(encoded_images())
+    batches = iter(make_input(images))
+    next(batches)
+    start = time.perf_counter()
+    for _ in range(steps // 4):
+        next(batches)
+    alone = (time.perf_counter() - start) / (steps // 4) * 1e3
+    del batches  # and its process
+    waits = WaitsForInput(steps)
+    estimator_of(sines).train(lambda: make_input(images), hooks=[waits], steps=steps)
+    name = {by_grain: "a process of grain's", by_generator: "a generator", too_slow: f"{SLOW_MS} ms of sleep"}[
+        make_input
+    ]
+    shares = {"waiting, as logged": f"{waits.as_logged():.1%}", "as profiled": f"{waits.as_profiled():.1%}"}
+    return {"input": name, "alone, ms a batch": alone, **shares}
 
 
 def main():
@@ -115,13 +210,19 @@ def main():
         figures = f"{statistics.median(without):9.1f} ms{statistics.median(with_input):9.1f} ms"
         print(f"{name:18}{figures}{ratio:9.3f}", flush=True)
         rows.append({"loop": name, "time with / without the input": ratio})
+    waits = []
+    for make_input in (by_grain, by_generator, too_slow):
+        waits.append(waiting(make_input, calibrated(IMAGES_STEP_MS / 1e3), 5 * arguments.steps))
+        print(", ".join(f"{column} {results.shown(each)}" for column, each in waits[-1].items()), flush=True)
     if arguments.save:
         plot = results.ratios(
             "time / time without the input",
             {name: row["time with / without the input"] for name, row in zip(loops, rows, strict=True)},
         )
         results.save(
-            f"An input of {arguments.input_ms:g} ms behind a step of {arguments.step_ms:g} ms", {"": rows}, plot
+            f"An input of {arguments.input_ms:g} ms behind a step of {arguments.step_ms:g} ms",
+            {"": rows, f"Steps of {IMAGES_STEP_MS} ms": waits},
+            plot,
         )
 
 

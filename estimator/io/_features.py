@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -11,12 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_KINDS: dict[str, np.dtype[Any]] = {
-    "int64_list": np.dtype(np.int64),
-    "float_list": np.dtype(np.float32),
-    "bytes_list": np.dtype(object),
-}
-_READ = {kind: operator.attrgetter(f"{kind}.value") for kind in _KINDS}
+from estimator.io._flat import KINDS, Flat
+
+_READ = {kind: operator.attrgetter(f"{kind}.value") for kind in KINDS}
 _NAMES = {"int64_list": "int64", "float_list": "float", "bytes_list": "string"}  # TensorFlow's, in its errors
 
 
@@ -51,38 +49,43 @@ class SparseTensorValue(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Feature:
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         """The field of a `Feature` that holds its values."""
         return _kind_of(type(self).__name__, self.dtype)  # type: ignore[attr-defined]
 
-    def read(self, features: Sequence[Any]) -> list[Any]:
-        """The values of the `Feature`s of a batch; none for one that is missing, or of another kind."""
-        read = _READ[self.kind]
-        try:
-            return list(map(read, features))
-        except AttributeError:  # of None
-            return [() if feature is None else read(feature) for feature in features]
+    def read(self, key: str, features: Sequence[bytes], flat: Flat | None) -> Flat:
+        """The values of serialized `Feature`s, one after the other, and the number that each of them has."""
+        if flat is not None:
+            return flat
+        lists = [values or () for values in self.read_each(key, features)]
+        return self.as_array(lists), np.array([*map(len, lists)], np.int64)
 
-    def read_checked(self, key: str, features: Sequence[Any]) -> list[Any]:
-        """The same; None for one that is missing, or has no kind."""
-        lists = self.read(features)
-        for index, (feature, values) in enumerate(zip(features, lists, strict=True)):
-            if values:
-                continue  # so they are of this kind; to ask for it takes as long as to read them
-            which = None if feature is None else feature.WhichOneof("kind")
-            if which is None:
-                lists[index] = None
-            elif which != self.kind:
+    def read_each(self, key: str, features: Sequence[bytes]) -> list[Any]:
+        """The values of each of some serialized `Feature`s; None for one that has no kind, as of one that is missing.
+
+        Raises:
+          ValueError: one is of another kind.
+        """
+        from estimator.io._messages import Feature
+
+        kind, lists = self.kind, []
+        read = _READ[kind]
+        for index, feature in enumerate(map(Feature.FromString, features)):
+            values = read(feature)
+            # Where there are some, they are of this kind; to ask for it takes as long as to read them.
+            which = kind if values else feature.WhichOneof("kind")
+            if which not in (None, kind):
                 raise ValueError(
                     f"Name: <unknown>, Key: {key}, Index: {index}.  Data types don't match. Data type: {_NAMES[which]} "
-                    f"but expected type: {_NAMES[self.kind]}"
+                    f"but expected type: {_NAMES[kind]}"
                 )
+            lists.append(None if which is None else values)
         return lists
 
-    def as_array(self, lists: Sequence[Any], shape: int | Sequence[int]) -> np.ndarray:
+    def as_array(self, lists: Sequence[Any]) -> np.ndarray:
         """The array of the values of a batch."""
-        return np.array(list(itertools.chain.from_iterable(lists)), _KINDS[self.kind]).reshape(shape)
+        return np.array(list(itertools.chain.from_iterable(lists)), KINDS[self.kind])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +108,7 @@ class FixedLenFeature(_Feature):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _checked_shape("FixedLenFeature", self.shape))
-        kind = _KINDS[self.kind]
+        kind = KINDS[self.kind]
         if self.default_value is not None:
             default = np.asarray(self.default_value, kind)
             if default.ndim and default.size != math.prod(self.shape):
@@ -114,12 +117,14 @@ class FixedLenFeature(_Feature):
                     f"{self.default_value!r}."
                 )
 
-    def parse(self, key: str, features: Sequence[Any]) -> np.ndarray:
-        """Parses the `Feature`s of a batch; None stands for one that is missing."""
-        lists, size = self.read(features), math.prod(self.shape)
-        if not size or {*map(len, lists)} != {size}:
-            lists = [self._fill(key, *each) for each in enumerate(self.read_checked(key, features))]
-        return self.as_array(lists, (len(features), *self.shape))
+    def parse(self, key: str, features: Sequence[bytes], flat: Flat | None = None) -> np.ndarray:
+        """Parses the serialized `Feature`s of a batch, b"" for a missing one; `flat` if they are read already."""
+        size = math.prod(self.shape)
+        if flat is not None and size and (flat[1] == size).all():
+            values = flat[0]
+        else:
+            values = self.as_array([self._fill(key, *each) for each in enumerate(self.read_each(key, features))])
+        return values.reshape(len(features), *self.shape)
 
     def _fill(self, key: str, index: int, values: Any) -> Any:
         if values is None:
@@ -139,7 +144,7 @@ class FixedLenFeature(_Feature):
         if self.default_value is None:
             return None
         encoded = _encode(self.default_value) if self.kind == "bytes_list" else self.default_value
-        return list(np.broadcast_to(np.asarray(encoded, _KINDS[self.kind]).reshape(-1), math.prod(self.shape)))
+        return list(np.broadcast_to(np.asarray(encoded, KINDS[self.kind]).reshape(-1), math.prod(self.shape)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +163,13 @@ class VarLenFeature(_Feature):
     def __post_init__(self) -> None:
         assert self.kind
 
-    def parse(self, key: str, features: Sequence[Any]) -> SparseTensorValue:
-        """Parses the `Feature`s of a batch; None stands for one that is missing."""
-        lists = [values or () for values in self.read_checked(key, features)]
-        counts = np.array([*map(len, lists)], np.int64)
-        rows = np.repeat(np.arange(len(lists)), counts)
+    def parse(self, key: str, features: Sequence[bytes], flat: Flat | None = None) -> SparseTensorValue:
+        """Parses the serialized `Feature`s of a batch, b"" for a missing one; `flat` if they are read already."""
+        values, counts = self.read(key, features, flat)
+        rows = np.repeat(np.arange(len(counts)), counts)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        dense_shape = np.array([len(lists), counts.max(initial=0)], np.int64)
-        return SparseTensorValue(np.stack([rows, columns], 1), self.as_array(lists, -1), dense_shape)
+        dense_shape = np.array([len(counts), counts.max(initial=0)], np.int64)
+        return SparseTensorValue(np.stack([rows, columns], 1), values, dense_shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,32 +195,30 @@ class FixedLenSequenceFeature(_Feature):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _checked_shape("FixedLenSequenceFeature", self.shape))
-        if self.default_value is not None and np.size(np.asarray(self.default_value, _KINDS[self.kind])) != 1:
+        if self.default_value is not None and np.size(np.asarray(self.default_value, KINDS[self.kind])) != 1:
             raise ValueError(f"default_value of FixedLenSequenceFeature must be one value; got {self.default_value!r}.")
 
-    def parse(self, key: str, features: Sequence[Any]) -> np.ndarray:
-        """Parses the `Feature`s of a batch; None stands for one that is missing."""
+    def parse(self, key: str, features: Sequence[bytes], flat: Flat | None = None) -> np.ndarray:
+        """Parses the serialized `Feature`s of a batch, b"" for a missing one; `flat` if they are read already."""
         if not self.allow_missing:
             raise ValueError(
                 f"The FixedLenSequenceFeature {key!r} needs allow_missing=True, which fills up the examples of a batch."
             )
-        size, rows = math.prod(self.shape), []
-        for index, found in enumerate(self.read_checked(key, features)):
-            values = list(found or ())
-            if len(values) % max(size, 1):
-                raise ValueError(
-                    f"Name: <unknown>, Key: {key}, Index: {index}.  Number of {_NAMES[self.kind]} values is not a "
-                    f"multiple of the size of an element.  Values size: {len(values)} but shape of an element: "
-                    f"[{','.join(map(str, self.shape))}]"
-                )
-            rows.append(values)
-        longest = max(map(len, rows), default=0)
-        fill = [self._fill()]
-        rows = [[*row, *fill * (longest - len(row))] for row in rows]
-        return self.as_array(rows, (len(rows), longest // max(size, 1), *self.shape))
+        size, (values, counts) = math.prod(self.shape), self.read(key, features, flat)
+        uneven = np.flatnonzero(counts % max(size, 1))
+        if len(uneven):
+            raise ValueError(
+                f"Name: <unknown>, Key: {key}, Index: {uneven[0]}.  Number of {_NAMES[self.kind]} values is not a "
+                f"multiple of the size of an element.  Values size: {counts[uneven[0]]} but shape of an element: "
+                f"[{','.join(map(str, self.shape))}]"
+            )
+        longest = counts.max(initial=0)
+        filled = np.full((len(counts), longest), self._fill(), values.dtype)
+        filled[np.arange(longest) < counts[:, None]] = values
+        return filled.reshape(len(counts), longest // max(size, 1), *self.shape)
 
-    def parse_steps(self, key: str, steps: Sequence[Any] | None) -> np.ndarray:
-        """Parses the `Feature`s of the steps of a sequence; None if it is missing."""
+    def parse_steps(self, key: str, steps: Sequence[bytes] | None) -> np.ndarray:
+        """Parses the serialized `Feature`s of the steps of a sequence; None if it is missing."""
         if steps is None:
             if not self.allow_missing:
                 raise ValueError(
@@ -251,7 +253,7 @@ def _kind_of(caller: str, dtype: Any) -> str:
     if given.kind in "SUT":
         return "bytes_list"
     for kind in ("int64_list", "float_list"):
-        if given == _KINDS[kind]:
+        if given == KINDS[kind]:
             return kind
     raise TypeError(
         f"{caller} has a dtype of np.int64, np.float32 or str, as the values of a tf.Example are; got {dtype!r}. Cast "

@@ -23,10 +23,10 @@ _FIELD = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {"bytes": _FIELD.TYPE_BYTES, "float": _FIELD.TYPE_FLOAT, "int64": _FIELD.TYPE_INT64}
 
 
-def _declare() -> dict[str, Any]:
+def _declare(messages: dict[str, list[str]]) -> dict[str, Any]:
     """The classes of the messages. They are in a pool of their own: TensorFlow, if it is imported too, has another."""
     file = descriptor_pb2.FileDescriptorProto(name="example.proto", package=_PACKAGE, syntax="proto3")
-    for name, fields in _MESSAGES.items():
+    for name, fields in messages.items():
         message = file.message_type.add(name=name)
         for number, field in enumerate(fields, 1):
             kind, field_name = field.lstrip("*{}|").split()
@@ -48,7 +48,7 @@ def _declare() -> dict[str, Any]:
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _MESSAGES
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in messages
     }
 
 
@@ -59,7 +59,12 @@ def _set_type(field: Any, kind: str) -> None:
         field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
 
 
-_CLASSES = _declare()
+# The same messages, with each `Feature` left as the bytes that it is written in: protobuf makes three Python objects
+# for one that it reads.
+_UNREAD = _declare({name: [each.replace("Feature ", "bytes ") for each in _MESSAGES[name]] for name in _MESSAGES})
+UnreadExample, UnreadSequenceExample = _UNREAD["Example"], _UNREAD["SequenceExample"]
+
+_CLASSES = _declare(_MESSAGES)
 BytesList = _CLASSES["BytesList"]
 """Strings of a feature: `value`, a list of `bytes`."""
 

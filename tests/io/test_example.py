@@ -8,11 +8,13 @@ import re
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
 import estimator as est
 from estimator.io import FixedLenFeature, FixedLenSequenceFeature, VarLenFeature
+from estimator.io._flat import read_flat
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "tfrecord"
 VALUES = json.loads((GOLDEN / "values.json").read_text())
@@ -160,6 +162,95 @@ def test_what_was_written_is_parsed(rows):
             assert parsed[key].indices[there, 1].tolist() == list(range(len(want)))
     for key, position in (("a", 0), ("b", 1)):
         assert parsed[key].dense_shape.tolist() == [len(rows), max([len(row[position]) for row in rows], default=0)]
+
+
+NUMBER = {"int64_list": st.integers(-(2**63), 2**63 - 1), "float_list": st.floats(width=32)}
+# Ways to write a `Feature`, of its bytes: by any writer, and allowed, or damaged.
+WAYS = {
+    "as writers do": lambda written, i: written,
+    "another field": lambda written, i: written + b"\x20\x01",
+    "two lists": lambda written, i: written * 2,
+    "as another kind": lambda written, i: bytes([written[0] ^ 8]) + written[1:] if written else b"",
+    "not packed": lambda written, i: b"\x12\x05\x0d\x00\x00\x80\x3f",
+    "a longer length": lambda written, i: b"\x1a\x83\x00\x0a\x01" + bytes([i % 128]),
+    "damaged": lambda written, i: (
+        written[: i % (len(written) + 1)] + bytes([i % 256]) + written[i % (len(written) + 1) + 1 :]
+    ),
+    "cut": lambda written, i: written[: i % (len(written) + 1)],
+}
+
+
+@st.composite
+def written_features(draw):
+    """A kind, and `Feature`s in bytes, each with whether it is what writers make of few numbers, or of one string."""
+    kind = draw(st.sampled_from(["int64_list", "float_list", "bytes_list"]))
+    value = NUMBER[kind] if kind in NUMBER else st.binary(max_size=draw(st.sampled_from([3, 300])))
+    rows = []
+    for _ in range(draw(st.integers(0, 6))):
+        values = draw(st.lists(value, max_size=draw(st.sampled_from([1, 3, 40]))))
+        way = draw(st.sampled_from([*["as writers do"] * 30, *WAYS]))
+        feature = est.io.Feature()
+        if values or draw(st.booleans()):
+            getattr(feature, kind).SetInParent()
+            getattr(feature, kind).value.extend(values)
+        is_plain = way == "as writers do" and (kind != "bytes_list" or len(values) < 2)
+        rows.append((WAYS[way](feature.SerializeToString(), draw(st.integers(0, 2**16))), is_plain))
+    return kind, rows
+
+
+@given(written_features())
+def test_what_is_read_at_once_is_what_protobuf_reads(written):
+    kind, rows = written
+    features = [feature for feature, _ in rows]
+    try:
+        flat = read_flat(kind, features)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            [*map(est.io.Feature.FromString, features)]
+        return
+    if flat is None:
+        assert not any(features) or not all(is_plain for _, is_plain in rows)
+        return
+    messages = [*map(est.io.Feature.FromString, features)]
+    assert {message.WhichOneof("kind") for message in messages} <= {kind, None}
+    lists = [getattr(message, kind).value for message in messages]
+    values, counts = flat
+    want = np.array([value for each in lists for value in each], values.dtype)
+    assert counts.tolist() == [*map(len, lists)] and len(values) == len(want)
+    if kind == "float_list":
+        np.testing.assert_array_equal(values, want)
+    else:
+        assert values.tolist() == want.tolist()
+
+
+def test_a_large_batch_is_parsed_as_its_examples_are():
+    random = np.random.default_rng(0)
+    data, features = [], {"a": FixedLenFeature([], np.int64, -1), "b": FixedLenFeature([2], np.float32)}
+    features |= {"c": VarLenFeature(np.int64), "d": FixedLenSequenceFeature([], str, True), "e": VarLenFeature(str)}
+    for i in range(100):
+        values = {"b": random.random(2, np.float32)} | ({"a": random.integers(-(2**63), 2**63 - 1, 1)} if i % 7 else {})
+        values |= {"c": random.integers(-1, 300, i % 5), "d": np.array([b"x" * i * 3] * (i % 9 > 0), object)}
+        if i % 50 != 1:  # all of "e" are strings one by one, but for two
+            values["e"] = np.array([b"a", b"b"][: 1 + (i % 50 == 2)], object)
+        data.append(example(**values))
+    whole = est.io.parse_example(data, features)
+    ones = [est.io.parse_single_example(each, features) for each in data]
+    for key in ("a", "b"):
+        assert whole[key].tobytes() == np.stack([one[key] for one in ones]).tobytes()
+    assert [row[row != b""].tolist() for row in whole["d"]] == [one["d"][one["d"] != b""].tolist() for one in ones]
+    for key in ("c", "e"):
+        assert whole[key].values.tolist() == [value for one in ones for value in one[key].values]
+        assert whole[key].indices[:, 0].tolist() == [i for i, one in enumerate(ones) for _ in one[key].values]
+
+
+def test_a_feature_that_is_damaged_names_its_example():
+    sound = example(a=np.array([1]))
+    damaged = sound[:-1] + b"\xff"  # the integer does not end
+    with pytest.raises(ValueError, match=re.escape(f"Could not parse example input, value: {damaged!r}")):
+        est.io.parse_example([sound, damaged], {"a": VarLenFeature(np.int64)})
+    # The context of a sequence is written as the features of an example are.
+    with pytest.raises(ValueError, match=re.escape(f"value: {damaged!r}. `parse_single_sequence_example` takes")):
+        est.io.parse_single_sequence_example(damaged, {"a": VarLenFeature(np.int64)})
 
 
 @pytest.mark.parametrize(

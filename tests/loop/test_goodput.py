@@ -18,7 +18,9 @@ import estimator as est
 from estimator import inspect
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
-from estimator.loop import _flops, _programs, _training_log
+from estimator.hooks import _rates
+from estimator.inputs._prefetch import Prefetcher
+from estimator.loop import _context, _flops, _programs, _read_ahead, _stopwatch, _training_log
 from estimator.loop._context import RunContext
 from estimator.loop._stopwatch import Stopwatch
 from estimator.loop._training_log import TrainingLog, _describe_slowest
@@ -129,6 +131,47 @@ def test_log_lines_have_examples_and_the_wait_for_input(tmp_path, messages):
     for steps, examples, _ in (each.groups() for each in found):
         assert float(examples) == pytest.approx(len(X) * float(steps), rel=1e-2)
     assert any(int(each[3]) > 50 for each in found)
+
+
+@pytest.mark.parametrize(
+    ("reading", "step", "during", "share"),
+    [(1, 3, "the wait", 25), (3, 1, "the wait", 75), (1, 49, "the wait", 2), (2, 3, "a step", 0)],
+)
+def test_the_wait_for_input_is_what_a_clock_beside_the_input_says(
+    tmp_path, messages, monkeypatch, reading, step, during, share
+):
+    now, may_read, has_read, n = [0.0], threading.Semaphore(0), threading.Semaphore(0), 35
+    clock = types.SimpleNamespace(time=time.time, perf_counter=lambda: now[0], monotonic=lambda: now[0])
+    for module in (_stopwatch, _rates, _context):
+        monkeypatch.setattr(module, "time", clock)
+
+    def input_fn():
+        for i in range(n):
+            if i:  # the first one is read before the run
+                may_read.acquire()
+                now[0] += reading
+                has_read.release()
+            yield X, Y
+
+    class Waiting(Prefetcher):
+        def get_unless(self, stopped):
+            if during == "the wait" and now[0]:
+                may_read.release()
+            return super().get_unless(stopped)
+
+    class Working(est.Hook):
+        def after_run(self, context, values):
+            now[0] += step
+            if during == "a step" and context.global_step < n:  # the thread reads the next batch meanwhile
+                now[0] -= reading
+                may_read.release()
+                has_read.acquire()
+
+    monkeypatch.setattr(_read_ahead, "Prefetcher", Waiting)
+    make(tmp_path, log_step_count_steps=10, steps_per_loop=1).train(input_fn, hooks=[Working()])
+    lines = [line for line in messages() if "steps/sec" in line]
+    assert len(lines) == 3
+    assert all(line.endswith(f" {share}% waiting for input)") for line in lines), lines
 
 
 @pytest.mark.parametrize("seconds", [1e-3, 0.1, 0.5, 1.7, 12])
