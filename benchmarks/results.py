@@ -56,8 +56,8 @@ def benchmark() -> pathlib.Path:
     return script.parent if script.name == "__main__.py" else script
 
 
-def with_earlier(rows: list[dict]) -> list[dict]:
-    """The rows, and the rows of other cases that the running benchmark saved of this commit on this machine.
+def with_earlier(rows: list[dict], table: str = "") -> list[dict]:
+    """The rows of a table, and those of other cases that the running benchmark saved of this commit on this machine.
 
     So a long one can be run in parts. A case is what a row says other than by a float."""
 
@@ -67,7 +67,7 @@ def with_earlier(rows: list[dict]) -> list[dict]:
     path = FOLDER / f"{benchmark().stem}.json"
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     is_same = saved.get("machine") == machine() and saved.get("commit") == commit()
-    earlier = saved["tables"].get("", []) if is_same else []
+    earlier = saved["tables"].get(table, []) if is_same else []
     return list(({case(row): row for row in earlier} | {case(row): row for row in rows}).values())
 
 

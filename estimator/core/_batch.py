@@ -110,6 +110,8 @@ def unknown_dtype(dtype: Any) -> str | None:
 def rows_of(features: Features, labels: Labels = None) -> int:
     """The number of examples in a batch, read off one array; all are looked at where that is none."""
     # One array is enough, since the batch was checked when it was read. This runs in each step.
+    if type(features) is np.ndarray and features.shape:
+        return features.shape[0]
     leaves = tree_leaves((features, labels), is_leaf=find_sparse())
     shape = getattr(leaves[0], "shape", ()) if leaves else ()
     return shape[0] if shape else check_batch(features, labels)

@@ -126,10 +126,10 @@ class RunConfig:
         begins at step 0 logs the steps 1, 200, 400 ...; never if None. Where it is not given, lines come by time: the
         first ones soon, then one at least every ten seconds, if a step takes no longer, and never two in a second.
       steps_per_loop: how many train steps make one compiled program, at most: an int, a time such as "0.2s", or
-        "auto": many small steps, few large ones. Small steps gain from it; convolutions on a CPU lose, since XLA runs
-        them on one thread within a loop. No program passes a step at which a hook, a checkpoint or a summary is due,
-        or takes much longer than a second, as measured, unless a longer time is given; results are the same as with
-        one step at a time.
+        "auto": many small steps, few large ones, and batches of 64 MB at most. Small steps gain from it; convolutions
+        on a CPU lose, since XLA runs them on one thread within a loop. No program passes a step at which a hook, a
+        checkpoint or a summary is due, or takes much longer than a second, as measured, unless a longer time is given;
+        results are the same as with one step at a time.
       check_replicas_every: every N steps, compare the copies that variables and optimizer slots have on
         several devices, bit by bit, and raise `ReplicaMismatchError` where they differ. Never if None. It waits for the
         steps before it, and reads all copies once.

@@ -29,6 +29,8 @@ Pair = tuple[PyTree, PyTree]  # features and labels
 
 # More gain nothing, and on CPU devices the collectives of many starve each other until XLA aborts the process.
 _MOST_IN_FLIGHT = 2
+# Of the batches of one program, of which some are read ahead: to bring as many to an accelerator takes milliseconds.
+_MOST_BYTES = 1 << 26
 
 
 class StepOutputs(NamedTuple):
@@ -112,8 +114,10 @@ class Programs:
 
     @functools.cached_property
     def steps_that_fit(self) -> int:
-        """The number of steps that are to go into one program, by their arithmetic."""
-        return steps_that_fit(self._trace_to_count(), self.info.platform, lambda _: self.flops)
+        """The number of steps that are to go into one program, by their arithmetic and the size of their batches."""
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._batch)) // jax.process_count()
+        fit = steps_that_fit(self._trace_to_count(), self.info.platform, lambda _: self.flops)
+        return max(1, min(fit, _MOST_BYTES // max(1, size)))
 
     @functools.cached_property
     def flops(self) -> float:

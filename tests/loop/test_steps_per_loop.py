@@ -16,7 +16,7 @@ from testing.model_fns import minimizing
 from testing.towers import cpus
 
 import estimator as est
-from estimator.loop import _steps_per_loop
+from estimator.loop import _programs, _steps_per_loop
 from estimator.loop._context import RunContext
 from estimator.loop._flops import steps_that_fit
 from estimator.loop._plan import Bounds, Plan
@@ -207,6 +207,14 @@ def test_auto_counts_what_is_in_loops_as_often_as_they_run(lengths, fits):
         )
     traced = jax.jit(jax.grad(lambda x: step(x).sum())).trace(jnp.ones(2))
     assert steps_that_fit(traced, "cpu", count=lambda _: 1e6) == fits
+
+
+@pytest.mark.parametrize("batches, room", [(12, 10), (1, 0), (0.5, 0)])
+def test_auto_stacks_no_more_than_so_many_bytes_of_batches(tmp_path, monkeypatch, calls, batches, room):
+    monkeypatch.setattr(_programs, "_MOST_BYTES", int(batches * 64 * (4 + 1) * 4))
+    config = {"save_checkpoints_steps": None, "save_summary_steps": None, "log_step_count_steps": 30}
+    make(tmp_path, wide(4), **config).train(of_width(4, 30))
+    assert set(rooms(calls)) == {room}
 
 
 @pytest.mark.parametrize("platform, fits", [("cpu", 3), ("gpu", 1000), ("tpu", 333), ("METAL", 1000)])
