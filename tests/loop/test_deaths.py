@@ -318,7 +318,7 @@ def test_a_process_that_hangs_ends_with_the_others_and_the_next_run_is_equal(tmp
 def assert_well(processes):
     for process in processes:
         assert process.code == 0, "\n".join(process.lines)
-        assert not [line for line in process.lines if re.search(r"\b[eE]rror|Error", line)]
+        assert not [line for line in process.lines if line[:1] != "{" and re.search(r"\b[eE]rror|Error", line)]
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
