@@ -1,7 +1,10 @@
 """Fixtures for all tests."""
 
+import signal
+
 import jax
 import pytest
+from testing.signals import handling
 
 from estimator.loop._steps_per_loop import LoopSize
 from estimator.runtime._shared_programs import forget_programs
@@ -17,6 +20,13 @@ def messages(caplog):
 def errors(caplog):
     """Lists the errors that the library has logged. Others come late, as asyncio's of a task of the test before."""
     return lambda: [each.getMessage() for each in caplog.records if (each.name, each.levelname) == ("absl", "ERROR")]
+
+
+@pytest.fixture
+def default_handler():
+    """Ctrl-C is ignored where a shell runs the tests beside it."""
+    with handling(signal.SIGINT, signal.default_int_handler):
+        yield
 
 
 @pytest.fixture

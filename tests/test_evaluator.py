@@ -14,6 +14,7 @@ from testing.cluster import shared_cluster
 from testing.estimators import X, Y, make, saved_steps, times
 from testing.hooks import At, When
 from testing.scenarios.evaluator import EVAL, Calls, evaluate, evaluated, spec_of
+from testing.signals import terminate, wait_until
 
 import estimator as est
 from estimator.checkpoint import _checkpoints_iterator
@@ -166,7 +167,7 @@ def test_several_evaluators_share_the_work_and_do_nothing_twice(tmp_path):
 
 def test_an_evaluator_takes_over_from_one_that_is_killed(tmp_path):
     train(make(tmp_path, save_checkpoints_steps=20))
-    shared_cluster().start_one(RUN, tmp_path, 40, 20, "evaluates")
+    shared_cluster().start(RUN, tmp_path, 40, 20, "evaluates", processes=1, moment=(0, "blocked"))
     second = Task(evaluate, make(tmp_path), 40)
     time.sleep(0.2)
     assert second.is_alive() and evaluated(make(tmp_path)) == [0]
@@ -183,10 +184,7 @@ def test_early_stopping_reads_what_the_evaluator_records_and_ends_both(tmp_path)
 
         def save_and_wait(context):
             context.save()
-            deadline = time.monotonic() + 30
-            while 20 not in est.read_eval_metrics(estimator.eval_dir()):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: 20 in est.read_eval_metrics(estimator.eval_dir()))
 
         train(estimator, 100_000, 100_000, [When(20, after_run=save_and_wait), hook])
         return estimator
@@ -203,10 +201,7 @@ def test_early_stopping_reads_what_the_evaluator_records_and_ends_both(tmp_path)
 
 def test_an_evaluator_that_waits_ends_when_it_is_asked_to_stop(tmp_path):
     evaluator = Task(evaluate, make(tmp_path), 40)
-    deadline = time.monotonic() + 30
-    while not est.request_stop():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(est.request_stop)
     with pytest.raises(est.Preempted):
         evaluator.result()
 
@@ -224,14 +219,11 @@ def test_training_that_was_terminated_failed_or_made_fewer_steps_has_not_ended(t
     estimator = make(tmp_path, save_checkpoints_steps=10)
     # Before the evaluator begins, which the signal would end as well, in this process.
     with pytest.raises(est.Preempted):
-        train(estimator, hooks=[At(5, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+        train(estimator, hooks=[At(5, terminate)])
     evaluator = Task(evaluate, make(tmp_path), 40)
 
     def check(step):
-        deadline = time.monotonic() + 30
-        while step not in est.read_eval_metrics(estimator.eval_dir()):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: step in est.read_eval_metrics(estimator.eval_dir()))
         time.sleep(0.1)
         assert evaluator.is_alive()
 

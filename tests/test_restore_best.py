@@ -1,13 +1,13 @@
 """Training that ends with the variables of its best evaluation."""
 
 import os
-import signal
 
 import numpy as np
 import optax
 import pytest
 from testing.estimators import saved_steps, step_of
 from testing.scenarios.early_stopping import ONE, TABLE, KillEvaluation, evaluated, make, no_decrease, record, run
+from testing.signals import terminate
 
 import estimator as est
 from estimator.checkpoint import _checkpoints, _save
@@ -197,11 +197,11 @@ def test_a_training_that_is_preempted_restores_and_evaluates_nothing(tmp_path, s
     class Preempt(est.Hook):
         def after_create_state(self, context):
             if during_evaluation and context.global_step == step:
-                os.kill(os.getpid(), signal.SIGTERM)
+                terminate()
 
         def after_run(self, context, values):
             if not during_evaluation and context.mode == "train" and context.global_step == step:
-                os.kill(os.getpid(), signal.SIGTERM)
+                terminate()
 
     estimator = make(tmp_path, TABLE)
     with pytest.raises(est.Preempted):

@@ -9,7 +9,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 
 import pytest
 from testing.cluster import shared_cluster
@@ -27,7 +26,7 @@ LIVES = "testing.scenarios.lives."
 
 
 def start(function, model_dir, *args):
-    shared_cluster().start_one(LIVES + function, model_dir, *args)
+    shared_cluster().start(LIVES + function, model_dir, *args, processes=1, moment=(0, "blocked"))
 
 
 def end():
@@ -358,16 +357,6 @@ def test_a_forked_child_that_evaluates_says_that_it_cannot(tmp_path):
 def test_a_forked_child_does_not_wait_for_a_save(tmp_path):
     assert "in the child: None" in run("fork_while_saving", tmp_path)
     assert saved_steps(make(tmp_path)) == [0, 2]
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, -signal.SIGINT)])
-def test_a_signal_to_all_processes_ends_a_training_with_forked_workers(tmp_path, number, code):
-    start("pool_in_input", tmp_path)
-    sent = time.monotonic()
-    os.killpg(shared_cluster().pids[0], number)
-    assert shared_cluster().ended()[0].code == code
-    assert time.monotonic() - sent < 40  # on a busy machine; its workers are at work for 60
-    assert len(saved_steps(make(tmp_path))) == 2
 
 
 def test_a_process_without_streams_trains_and_evaluates(tmp_path):

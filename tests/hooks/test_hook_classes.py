@@ -1,8 +1,6 @@
 """The hooks of the library: what each does in a run, and what it refuses."""
 
-import os
 import re
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import pytest
 from testing.estimators import X, Y, endless, make, refuse, saved_steps, step_of, times
 from testing.hooks import Noted, NotedListener
 from testing.model_fns import minimizing
+from testing.signals import terminate
 from testing.summaries import scalars
 from testing.towers import replicate
 
@@ -140,7 +139,7 @@ def test_evaluations_in_memory_match_the_checkpoints(tmp_path, compilations):
 
 def test_a_run_that_is_preempted_ends_without_an_evaluation_in_memory(unsaved):
     hook = est.InMemoryEvaluatorHook(unsaved, times(1), every_n_iter=10)
-    kill = Noted("kill", [], after_run=lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    kill = Noted("kill", [], after_run=lambda *_: terminate())
     with pytest.raises(est.Preempted):
         unsaved.train(endless, hooks=[hook, kill], steps=3)
     assert [results["global_step"] for results in hook.results] == [0]

@@ -1,11 +1,7 @@
 import itertools
 import math
-import os
-import pathlib
 import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -24,7 +20,6 @@ from estimator.inputs._input_fn import batches
 from estimator.inputs._numpy import numpy_input_fn
 from estimator.inputs._prefetch import Prefetcher, pull_batches
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOREVER = 30  # seconds; longer than any wait that goes well
 
 
@@ -255,40 +250,6 @@ def test_the_generator_of_an_input_fn_is_closed_in_the_thread_unless_the_user_ke
             assert ready.get().batches == [(1, None)]
     assert fresh.closed_by == "estimator-input"
     assert kept.closed_by is None and next(mine) == 2
-
-
-@pytest.mark.covers("10 input thread")
-@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])
-def test_a_signal_interrupts_the_wait_and_the_process_ends_at_once_though_the_input_blocks(signal_name):
-    program = f"""
-import os, signal, sys, threading, time
-from absl import logging
-from estimator.inputs._prefetch import Prefetcher
-
-def stop(*_):
-    raise KeyboardInterrupt
-
-def input():
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.{signal_name})).start()
-    time.sleep({FOREVER})
-    yield 1
-
-signal.signal(signal.{signal_name}, stop)
-logging.set_verbosity(logging.ERROR)
-try:
-    with Prefetcher(input(), list) as ready:
-        ready.request(1)
-        ready.get()
-except KeyboardInterrupt:
-    print("interrupted", sum(not isinstance(thread, threading.Timer) for thread in threading.enumerate()))
-"""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], env=env, capture_output=True, encoding="utf-8", timeout=120
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("interrupted 2\n", "", 0)
-    assert time.monotonic() - start < FOREVER
 
 
 def test_a_signal_whose_handler_takes_longer_than_the_wait_does_not_make_it_endless():

@@ -20,7 +20,7 @@ from PIL import Image
 from testing.cluster import shared_cluster
 from testing.estimators import X, Y, endless, make, times
 from testing.hooks import When
-from testing.summaries import read, showing
+from testing.summaries import read, scalars, showing, steps_of
 
 import estimator as est
 from estimator.integrations import _in_background
@@ -349,15 +349,19 @@ def kill(model_dir, tracker):
     return (model_dir / "run_id.txt").read_text()
 
 
-def test_a_run_that_is_killed_resumes_its_csv_file(tmp_path):
+@pytest.mark.covers("4 SummarySaverHook")
+def test_a_killed_run_has_written_up_to_its_checkpoint_and_resumes_its_summaries_and_its_csv_file(tmp_path):
     tracker = "est.trackers.CsvTracker()"
     id = kill(tmp_path, tracker)
     assert list(losses(tmp_path)) == list(range(1, 150, 10))
+    known = list(read(tmp_path))
+    assert known == list(range(1, known[-1] + 1, 10)) and known[-1] >= 91
     with open(tmp_path / "metrics.csv", "a") as file:
         file.write("151,17")  # torn, as by a crash of the machine
     make(tmp_path, save_summary_steps=10, trackers=[eval(tracker)]).train(endless, steps=60)
     assert [step for step, tag, _ in rows(tmp_path) if tag == "loss"] == list(range(1, 161, 10))
     assert losses(tmp_path) == read(tmp_path)
+    assert list(read(tmp_path)) == list(range(1, 161, 10)) == steps_of(scalars(tmp_path)["loss"])
     assert json.loads((tmp_path / "settings.json").read_text())["id"] == id
 
 

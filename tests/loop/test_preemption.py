@@ -1,113 +1,34 @@
 """SIGTERM, Ctrl-C, and what else ends a run from outside."""
 
 import os
-import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import optax
 import pytest
-from testing.cluster import shared_cluster
 from testing.estimators import Linear, X, Y, endless, make, same_bits, saved_at, saved_steps, times
 from testing.hooks import At, When, raising
+from testing.model_fns import minimizing
+from testing.signals import handling, interrupt, terminate, wait_until
 from testing.towers import replicate
 
 import estimator as est
 from estimator.multihost import _preemption
-from replicate import TowerOptimizer
 
-pytestmark = pytest.mark.covers("1.3 preemption", "13 10 no end and no checkpoint on errors and signals")
-
-
-# In a process of its own.
-
-ENDED = {  # after how many steps what runs, and blocks: the exit code, how its runs ended, and the checkpoints
-    "a training": (0, "train", [5], 75, ["training SIGTERM 5 NoneType"], [0, 5]),
-    "a training before there is a batch": (0, "train", [0], 75, [], []),
-    "an evaluation before there is a batch": (0, "evaluate", [0], 75, [], []),
-    "a prediction before there is a batch": (0, "predict", [0], 75, [], []),
-    "an evaluation": (3, "evaluate", [2], 75, ["evaluation SIGTERM 3 Preempted"], [0, 3]),
-    "a prediction": (3, "predict", [2], 75, ["prediction SIGTERM 3 NoneType"], [0, 3]),
-    "a reader of predictions": (3, "read_predictions", [], 75, ["prediction SIGTERM 3 NoneType"], [0, 3]),
-    "an evaluation in a training": (
-        0,
-        "evaluate_in_training",
-        [2],
-        75,
-        ["evaluation SIGTERM 4 Preempted", "training SIGTERM 4 NoneType"],
-        [0, 4],
-    ),
-    "one before there is a batch": (0, "evaluate_in_training", [0], 75, ["training SIGTERM 4 NoneType"], [0, 4]),
-    "an exporter after a training": (0, "export_after_training", [], 75, [], [0, 3]),
-    "predictions that nobody reads on": (3, "leave_predictions", [], 75, ["training SIGTERM 6 NoneType"], [0, 3, 6]),
-    "what follows all runs": (0, "distill", [], -signal.SIGTERM, [], [0, 2]),
-    "a training in another thread": (0, "in_a_thread", [], -signal.SIGTERM, [], [0]),
-    "a training with a handler of the user's own": (
-        0,
-        "with_own_handler",
-        [],
-        0,
-        ["own handler", "training input 6 NoneType"],
-        [2, 3, 4, 5, 6],
-    ),
-}
-
-
-AT_ONCE = {  # what Ctrl-C does not end as SIGTERM does
-    "an evaluation": ["evaluation SIGINT 3 KeyboardInterrupt"],
-    "a reader of predictions": ["prediction closed 3 NoneType"],
-    "an evaluation in a training": ["evaluation SIGINT 4 KeyboardInterrupt", "training SIGINT 4 NoneType"],
-}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("case", ENDED)
-def test_a_signal_ends_what_blocks_and_saves_the_last_step_of_a_training(tmp_path, case, number):
-    steps, function, batches, code, ends, saved = ENDED[case]
-    if number == signal.SIGINT:
-        ends = AT_ONCE.get(case, [end.replace("SIGTERM", "SIGINT") for end in ends])
-        code = -number if code else 0
-    if steps:
-        make(tmp_path).train(times(steps))
-    (ended,) = shared_cluster().end(f"testing.scenarios.preempted.{function}", tmp_path, *batches, kills=[(0, number)])
-    lines = ended.lines[ended.lines.index("blocked") :]
-    assert [line.removeprefix("end: ") for line in lines if line.startswith("end: ")] == ends
-    assert ended.code == code
-    assert saved_at(tmp_path) == saved
-    assert saved or os.listdir(tmp_path) == []
-    says = (
-        f"KeyboardInterrupt: Training ended after step {saved[-1:]}. It is saved as {tmp_path}/ckpt-{saved[-1:]}: call "
-    )
-    has_trained = number == signal.SIGINT and any("training SIGINT" in end for end in ends)
-    assert any(line.startswith(re.sub(r"[][]", "", says)) for line in lines) == has_trained
-    assert ended.code != 75 or not (tmp_path / "training.lock").exists()
-
-
-def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.fixture(autouse=True)
-def default_handler():
-    """Ctrl-C is ignored where a shell runs the tests beside it."""
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, old)
+pytestmark = [
+    pytest.mark.covers("1.3 preemption", "13 10 no end and no checkpoint on errors and signals"),
+    pytest.mark.usefixtures("default_handler"),
+]
 
 
 STOPS = [(terminate, est.Preempted, "SIGTERM"), (interrupt, KeyboardInterrupt, "SIGINT")]
 
 
-def in_towers(features, labels, mode):
-    loss = est.losses.mean_squared_error(labels, features @ est.get_variable("w", (2, 1)))
-    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1)).minimize(loss))
+def mean_squared_error(features, labels):
+    return est.losses.mean_squared_error(labels, features @ est.get_variable("w", (2, 1)))
 
 
 def rows(n=10):
@@ -115,23 +36,50 @@ def rows(n=10):
     return est.inputs.numpy_input_fn(x, x.sum(axis=1, keepdims=True), 4, None, shuffle=True, seed=1)
 
 
+def ask():
+    """Another thread asks to stop."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(est.request_stop()))
+    thread.start()
+    thread.join()
+    assert answers == [True]
+
+
+def in_thread(call):
+    """The error of a call that another thread makes."""
+    with ThreadPoolExecutor(1) as pool:
+        return type(pool.submit(call).exception(60))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 4, "auto"])
 @pytest.mark.parametrize("towers", [1, 4])
-@pytest.mark.parametrize(("kill", "error", "reason"), STOPS)
 @pytest.mark.usefixtures("users_compiler")
-def test_a_run_ended_by_a_signal_resumes_as_if_uninterrupted(tmp_path, kill, error, reason, towers, steps_per_loop):
+def test_a_run_ended_by_a_signal_or_by_another_thread_resumes_as_if_uninterrupted(tmp_path, towers, steps_per_loop):
     def estimator(name):
-        return make(tmp_path / name, replicate(in_towers, towers), steps_per_loop=steps_per_loop)
+        return make(
+            tmp_path / name,
+            replicate(minimizing(mean_squared_error, optax.adam(0.1)), towers),
+            steps_per_loop=steps_per_loop,
+        )
 
     whole = estimator("whole").train(rows(12), max_steps=20)
-    for stop in (7, 15):
+    stops = {4: STOPS[0], 7: STOPS[1], 11: (ask, est.Preempted, "SIGTERM"), 15: (ask, est.Preempted, "SIGTERM")}
+    for stop, (kill, error, reason) in stops.items():
         hook = At(stop, kill)
-        with pytest.raises(error):
+
+        def train(hook=hook):
             estimator("ended").train(rows(12), hooks=[hook], max_steps=20)
+
+        if stop == 15:
+            assert in_thread(train) is error
+        else:
+            with pytest.raises(error):
+                train()
         assert (hook.context.stop_reason, hook.context.error, hook.context.global_step) == (reason, None, stop)
+    assert est.request_stop() is False
     ended = estimator("ended")
-    assert saved_steps(ended) == [0, 7, 15]
+    assert saved_steps(ended) == [0, *stops]
     assert same_bits(ended.train(rows(12), max_steps=20), whole)
 
 
@@ -143,8 +91,7 @@ def test_after_every_run_the_old_handler_is_back(tmp_path, number, old):
     estimator = make(tmp_path)
     within, default = [], signal.getsignal(number)
     is_default, old = old is None, default if old is None else old
-    try:
-        signal.signal(number, old)
+    with handling(number, old):
         estimator.train(times(5), hooks=[At(3, lambda: within.append(signal.getsignal(number)))])
         with pytest.raises(ValueError, match="broken"):
             estimator.train(endless, hooks=[At(7, raising(ValueError("broken")))])
@@ -153,8 +100,6 @@ def test_after_every_run_the_old_handler_is_back(tmp_path, number, old):
         next(predictions)
         predictions.close()
         assert signal.getsignal(number) is old
-    finally:
-        signal.signal(number, default)
     assert (within == [old]) == (not is_default)
 
 
@@ -208,13 +153,6 @@ def train(model_dir, hook, **config):
     return str(raised.value)
 
 
-def wait_for(is_so):
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("saves", [True, False])
 def test_ctrl_c_says_once_what_it_does_and_what_it_has_left(tmp_path, messages, saves):
     config = (
@@ -227,7 +165,7 @@ def test_ctrl_c_says_once_what_it_does_and_what_it_has_left(tmp_path, messages, 
         said == f"Training ended after step 3. {left if saves else f'What came after step 0 is not saved, {neither}.'}"
     )
     saved = f"saves a checkpoint in {tmp_path}, from which the next call continues"
-    wait_for(lambda: [line for line in messages() if line.startswith("Ctrl-C")])
+    wait_until(lambda: [line for line in messages() if line.startswith("Ctrl-C")])
     assert [line for line in messages() if line.startswith("Ctrl-C")] == [
         f"Ctrl-C: `train` ends after the steps that have begun, and {saved if saves else f'saves nothing, {neither}'}. "
         "A second Ctrl-C ends it at once, and what came after step 0 is lost."
@@ -296,52 +234,6 @@ def test_ctrl_c_beside_predictions_leaves_them_to_be_read_on(tmp_path):
 # Asked for by a function.
 
 
-def in_thread(call):
-    """The error of a call that another thread makes."""
-    errors = []
-
-    def run():
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    (error,) = errors
-    return error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["main thread", "thread"])
-@pytest.mark.usefixtures("users_compiler")
-def test_a_run_that_another_thread_asks_to_stop_resumes_as_if_uninterrupted(tmp_path, where):
-    whole = make(tmp_path / "whole", steps_per_loop=1).train(rows(), max_steps=20)
-    answers = []
-
-    def ask():
-        thread = threading.Thread(target=lambda: answers.append(est.request_stop()))
-        thread.start()
-        thread.join()
-
-    hook = At(7, ask)
-
-    def train():
-        make(tmp_path / "ended", steps_per_loop=1).train(rows(), hooks=[hook], max_steps=20)
-
-    if where == "thread":
-        assert type(in_thread(train)) is est.Preempted
-    else:
-        with pytest.raises(est.Preempted):
-            train()
-    assert answers == [True] and est.request_stop() is False
-    assert (hook.context.stop_reason, hook.context.error, hook.context.global_step) == ("SIGTERM", None, 7)
-    ended = make(tmp_path / "ended")
-    assert saved_steps(ended) == [0, 7]
-    assert same_bits(ended.train(rows(), max_steps=20), whole)
-
-
 def test_an_input_that_blocks_ends_in_a_thread_that_is_asked_to_stop(tmp_path):
     trained, blocks = threading.Event(), threading.Event()
 
@@ -352,7 +244,7 @@ def test_an_input_that_blocks_ends_in_a_thread_that_is_asked_to_stop(tmp_path):
         blocks.wait(60)
 
     estimator, started = make(tmp_path, steps_per_loop=1), time.monotonic()
-    assert type(in_thread(lambda: estimator.train(input_fn, hooks=[At(3, trained.set)]))) is est.Preempted
+    assert in_thread(lambda: estimator.train(input_fn, hooks=[At(3, trained.set)])) is est.Preempted
     assert time.monotonic() - started < 40
     blocks.set()
     assert saved_steps(make(tmp_path)) == [0, 3]
@@ -375,13 +267,10 @@ def test_a_prediction_whose_input_blocks_in_the_main_thread_ends_when_it_is_aske
             closed.append(True)
 
     hook, started = At(3, predicted.set), time.monotonic()
-    try:
-        signal.signal(signal.SIGTERM, handler)
+    with handling(signal.SIGTERM, handler):
         with pytest.raises(est.Preempted):
             list(make(tmp_path).train(times(1)).predict(input_fn, hooks=[hook]))
         assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert time.monotonic() - started < 40
     assert (hook.context.stop_reason, hook.context.error, hook.context.batches) == ("SIGTERM", None, 3)
     # A thread that reads for a handler of the user's own is left behind with what blocks.
@@ -390,12 +279,8 @@ def test_a_prediction_whose_input_blocks_in_the_main_thread_ends_when_it_is_aske
 
 
 def test_a_handler_of_the_user_s_own_may_ask_to_stop(tmp_path):
-    try:
-        signal.signal(signal.SIGTERM, lambda *_: est.request_stop())
-        with pytest.raises(est.Preempted):
-            make(tmp_path, steps_per_loop=1).train(endless, hooks=[At(4, terminate)])
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with handling(signal.SIGTERM, lambda *_: est.request_stop()), pytest.raises(est.Preempted):
+        make(tmp_path, steps_per_loop=1).train(endless, hooks=[At(4, terminate)])
     assert saved_steps(make(tmp_path)) == [0, 4]
 
 

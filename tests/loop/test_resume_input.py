@@ -1,9 +1,6 @@
 """Where the input resumes when a training run does."""
 
 import functools
-import os
-import signal
-import time
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +10,7 @@ import pytest
 from testing import estimators
 from testing.estimators import make, step_of
 from testing.hooks import Noted
+from testing.signals import terminate, wait_until
 
 import estimator as est
 
@@ -81,22 +79,18 @@ def at(step, does):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("ends", [lambda context: context.request_stop(), lambda context: os.kill(os.getpid(), 15)])
+@pytest.mark.parametrize("ends", [lambda context: context.request_stop(), lambda context: terminate()])
 def test_what_was_read_ahead_is_read_again(tmp_path, ends):
-    assert signal.SIGTERM == 15
     source = Numbers()
 
     def end_behind_the_source(context):
-        deadline = time.monotonic() + 10
-        while source.read <= 5 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: source.read > 5)
         ends(context)
 
     try:
         new(tmp_path).train(lambda: source, hooks=[at(5, end_behind_the_source)])
     except est.Preempted:
         pass
-    assert source.read > 5
     assert seen(new(tmp_path)) == [1] * 5 + [0] * 7
     assert seen(new(tmp_path).train(Numbers)) == [1] * N
 

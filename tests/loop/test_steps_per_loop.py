@@ -156,27 +156,32 @@ def noisy(features, labels, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.covers("4 steps_per_loop")
+@pytest.mark.covers("1.3 auto-resume", "4 steps_per_loop")
 @pytest.mark.usefixtures("users_compiler")
 @pytest.mark.parametrize("towers", [1, 2])
-def test_the_bits_do_not_depend_on_where_time_cuts_a_run(tmp_path, monkeypatch, calls, compilations, towers):
-    """By measured time, by the time for which an input is read, and by a stop; in no more programs."""
+def test_the_bits_do_not_depend_on_where_a_run_is_cut_nor_on_what_hooks_ask_for(
+    tmp_path, monkeypatch, calls, compilations, towers
+):
+    """By measured time, by the time for which an input is read, and by a stop, in no more programs; and by hooks, each
+    of whose steps is a program of its own."""
     random = np.random.default_rng(0)
     x = random.normal(size=(40, 4, 8, 8, 1)).astype(np.float32)
     batches = list(zip(x, x.mean((2, 3)), strict=True))
     model_fn = replicate_model_fn(noisy, devices=cpus(towers))
     seen = []
 
-    def train(name, *parts):
+    def train(name, *parts, hooks=()):
         for part in parts or (slice(None),):
-            make(tmp_path / name, model_fn, steps_per_loop=12).train(lambda part=part: batches[part])
+            make(tmp_path / name, model_fn, steps_per_loop=12).train(lambda part=part: batches[part], hooks=hooks)
         seen.append((lengths(calls), len(compilations)))
         calls.clear(), compilations.clear()
         return tmp_path / name
 
     whole = train("whole")
     Clock(monkeypatch, random.choice([0.0, 0.1, 3.0, 6.0], 99))
-    cut = [train("measured"), train("stopped", slice(17), slice(17, None))]
+    cut = [train("asked", hooks=[Asking(1, 11, 21)])]
+    seen.pop()
+    cut += [train("measured"), train("stopped", slice(17), slice(17, None))]
     monkeypatch.setattr(_steps_per_loop, "SECONDS_OF_A_CHUNK", 0.0)
     cut.append(train("read"))
     straight = make(whole, model_fn)

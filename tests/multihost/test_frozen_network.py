@@ -7,9 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from testing.signals import wait_until
 
 TESTS = pathlib.Path(__file__).parents[1]
 HOSTS = {"10.9.7.1": "estimator-a", "10.9.7.2": "estimator-b"}
@@ -70,10 +70,7 @@ def test_a_network_that_drops_all_packets_ends_both_sides(hosts, tmp_path):
         command = ["ip", "netns", "exec", name, "unshare", "--uts", sys.executable, "-c", SCRIPT, str(index), name]
         with log.open("w") as file:
             processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment))
-    deadline = time.monotonic() + 60
-    while not all("working" in log.read_text() for log in logs):
-        assert time.monotonic() < deadline, [log.read_text() for log in logs]
-        time.sleep(0.1)
+    wait_until(lambda: all("working" in log.read_text() for log in logs), lambda: [log.read_text() for log in logs])
     ip("-n", hosts[0], "link", "set", "veth0", "down")
     codes = [process.wait(timeout=60) for process in processes]
     assert codes == [76, -signal.SIGABRT], [log.read_text() for log in logs]  # process 0, and the other by jax

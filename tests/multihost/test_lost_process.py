@@ -1,87 +1,15 @@
-"""Processes that lose one of them: what the others do, and that none waits for ever."""
+"""The supervisor of a process that loses another one; `test_deaths.py` has real ones."""
 
-import os
 import re
-import signal
 import threading
 
 import jax
 import pytest
-from testing.cluster import shared_cluster
 
 from estimator.multihost import _supervisor
 from estimator.multihost._supervisor import Peers, ProcessLostError, Supervisor
 
-WORK = "testing.scenarios.distributed.work"
-LATE = "; this process still waits for it after 1 s. It ends with exit code 76."
-SILENT = " has died, or its host has: nothing was heard of it for 2 s"
-ERROR = " ended with ValueError: no such file"
 AGAIN = ". Start all processes again: training resumes from the last checkpoint."
-
-
-def assert_names(ended, loss):
-    """By an error of Python, or where a collective cannot be interrupted by its own exit code; with one line."""
-    if ended.code == 76:
-        assert f"initialize_distributed: {loss}{LATE}" in ended.lines
-    else:
-        assert ended.code == 1
-        assert ended.lines[-1] == f"estimator.multihost._supervisor.ProcessLostError: {loss}{AGAIN}"
-    assert not any("Check failure stack trace" in line for line in ended.lines)
-
-
-def loss_of(ended, index):
-    """What is said of a process that has died."""
-    (pid,) = [line.split()[1] for line in ended[index].lines if line.startswith("pid ")]
-    return f"process {index} (host {os.uname().nodename}, pid {pid})"
-
-
-DIES = {  # who, how, of how many; its exit code; what the others say of it, if jax lets them
-    "killed": (1, "kill", 2, -signal.SIGKILL, SILENT),
-    "killed, not a copy that holds its connection": (1, "fork", 2, -signal.SIGKILL, SILENT),
-    "process 0 killed": (0, "kill", 3, -signal.SIGKILL, None),
-    "an error": (1, "raise", 2, 1, ERROR),
-    "an error of process 0": (0, "raise", 3, 1, ERROR),
-}
-
-
-@pytest.mark.parametrize("case", DIES)
-def test_one_that_dies_is_named_by_the_others_which_end(case):
-    victim, way, processes, code, loss = DIES[case]
-    ended = shared_cluster().run(WORK, victim, way, processes=processes)
-    assert ended[victim].code == code
-    assert way != "raise" or ended[victim].lines[-2:] == ["ValueError: no such file", "in the folder"]
-    assert "the copy ends" not in ended[victim].lines
-    for other in (*ended[:victim], *ended[victim + 1 :]):
-        assert other.secs - ended[victim].secs < 12  # the heartbeat's time and 10 seconds
-        if loss is None:
-            assert other.code == -signal.SIGABRT
-            assert any("the leader task" in line.lower() for line in other.lines), other.lines
-        else:
-            assert_names(other, loss_of(ended, victim) + loss)
-
-
-def test_a_loss_is_seen_from_python_and_can_be_caught():
-    ended = shared_cluster().end(WORK, 1, "poll", processes=2, moment=(1, "working"), kills=[(1, signal.SIGKILL)])
-    loss = loss_of(ended, 1) + SILENT
-    assert ended[1].code == -signal.SIGKILL
-    assert f"lost: {loss}" in ended[0].lines
-    assert f"caught: {loss}{AGAIN} from JaxRuntimeError('closed by peer')" in ended[0].lines
-    # The error of jax that leaves the process is explained there.
-    assert (ended[0].code, ended[0].lines[-1]) == (
-        1,
-        f"estimator.multihost._supervisor.ProcessLostError: {loss}{AGAIN}",
-    )
-
-
-def test_one_that_is_stopped_counts_as_dead_and_ends_when_it_wakes():
-    kills = [(2, signal.SIGSTOP), (1, None), (0, None), (2, signal.SIGCONT)]
-    ended = shared_cluster().end(WORK, -1, "stop", processes=3, moment=(2, "working"), kills=kills)
-    for process in ended[:2]:
-        assert process.code == 76
-        assert_names(process, loss_of(ended, 2) + SILENT)
-    assert ended[2].code in (76, -signal.SIGABRT)  # it says so, or jax does first
-
-
 LOSS = "process 1 (host b, pid 4711) ended with RuntimeError: The input of process 0"
 
 

@@ -98,29 +98,10 @@ def test_what_makes_no_sense_is_refused_with_the_way_out(text, message):
 @pytest.fixture
 def environment(monkeypatch):
     """Sets variables of the environment, without this machine's own."""
-    prefixes = (
-        "TF_CONFIG",
-        "JAX_COORD",
-        "JAX_LOCAL",
-        "JAX_NUM_P",
-        "JAX_PROC",
-        "SLURM_",
-        "OMPI_",
-        "PMI_",
-        "JOB_",
-        "KUBER",
-        "NUM_P",
-        "PROCESS_",
-        "COORD",
-        "RANK",
-        "WORLD_",
-        "MASTER_",
-        "LOCAL_",
-        "TORCHEL",
-        "SKYPILOT_",
-    )
+    own = "TF_CONFIG JAX_COORD JAX_LOCAL JAX_NUM_P JAX_PROC SLURM_ OMPI_ PMI_ JOB_ KUBER NUM_P PROCESS_ COORD RANK "
+    own += "WORLD_ MASTER_ LOCAL_ TORCHEL SKYPILOT_"
     for name in list(os.environ):
-        if name.startswith(prefixes):
+        if name.startswith(tuple(own.split())):
             monkeypatch.delenv(name)
     return lambda **variables: [monkeypatch.setenv(name, str(value)) for name, value in variables.items()]
 

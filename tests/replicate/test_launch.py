@@ -10,10 +10,13 @@ import time
 
 import numpy as np
 import pytest
+from testing.engines.launched import Launched, is_alive, training, whole
+from testing.signals import wait_until
 
 from replicate import launch
 
 ROOT = pathlib.Path(__file__).parents[2]
+LAUNCH = [sys.executable, "-m", "replicate.launch"]
 
 
 HEAD = """import os, signal, sys, time
@@ -43,19 +46,8 @@ def run(*arguments):
     return ended.value.code
 
 
-def is_alive(pid):
-    """A process that has ended but was not waited for yet, whose parent is not this one, does not count."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def ended_in_time(pids, secs=10):
-    deadline = time.monotonic() + secs
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(is_alive, pids))
+    return wait_until(lambda: not any(map(is_alive, pids)), secs=secs)
 
 
 def test_each_process_gets_its_number_and_the_lines_say_which_it_was(script, capsys, monkeypatch):
@@ -183,19 +175,10 @@ def launched(script, tmp_path):
 
     def start(text, processes=2, restarts=0):
         path = script(textwrap.dedent(text).replace("READY", READY))
-        command = [
-            sys.executable,
-            "-m",
-            "replicate.launch",
-            f"--processes={processes}",
-            f"--max-restarts={restarts}",
-            path,
-        ]
+        command = [*LAUNCH, f"--processes={processes}", f"--max-restarts={restarts}", path]
         launchers.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         files = [tmp_path / f"ready{rank}" for rank in range(processes)]
-        deadline = time.monotonic() + 60
-        while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         return launchers[-1], [int(file.read_text()) for file in files]
 
     yield start
@@ -271,35 +254,15 @@ def test_it_imports_the_standard_library_alone():
 def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is_not(tmp_path):
     """`LAUNCH_KILLS=20` kills more often."""
     kills, random = int(os.environ.get("LAUNCH_KILLS", "2")), np.random.default_rng(0)
-
-    def start(folder, restarts):
-        folder.mkdir()
-        options = "--processes=2", "--devices-per-process=2", f"--max-restarts={restarts}", "--max-pause-secs=1"
-        script = ROOT / "tests" / "testing" / "scenarios" / "launched_training.py"
-        command = [sys.executable, "-m", "replicate.launch", *options, script, folder, str(100 + 40 * kills)]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-    undisturbed = start(tmp_path / "undisturbed", 0)
-    (tmp_path / "undisturbed" / "enough").touch()
-    folder = tmp_path / "killed"
-    killed = start(folder, kills + 10)
-    victims, seen = 0, set()
-    while victims < kills and killed.poll() is None:
-        time.sleep(0.05)
-        pids = [int(file.read_text()) for file in folder.glob("started-?")]
-        # Both are of a new start: one that is about to end, since the other was killed, is left alone.
-        if len(pids) == 2 and seen.isdisjoint(pids) and all(map(is_alive, pids)):
-            seen.update(pids)
-            victims += 1
-            time.sleep(random.uniform(0, 5))
-            os.kill(pids[random.integers(2)], signal.SIGKILL)
-    (folder / "enough").touch()
-    _, err = undisturbed.communicate(timeout=300)  # which ran beside it
-    assert undisturbed.returncode == 0, err
-    _, err = killed.communicate(timeout=600)
-    assert killed.returncode == 0, err
-    assert victims == kills == err.count("signal SIGKILL")
-    assert (folder / "result").read_text() == (tmp_path / "undisturbed" / "result").read_text()
+    options = "--processes=2", "--devices-per-process=1", f"--max-restarts={kills + 10}", "--max-pause-secs=1"
+    launched = Launched(tmp_path, [*LAUNCH, *options, *training(tmp_path)])
+    for _ in range(kills):
+        pids = launched.new_processes()
+        time.sleep(random.uniform(0, 5))
+        os.kill(pids[random.integers(2)], signal.SIGKILL)
+    launched.finish()
+    assert launched.out.count("signal SIGKILL") == kills
+    assert launched.result == whole()
 
 
 def test_signal_handlers_are_as_before():

@@ -1,37 +1,14 @@
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
+from testing.cluster import shared_cluster
 
 import estimator as est
-
-PROGRAM = """
-import sys
-import jax
-import jax.numpy as jnp
-import optax
-import estimator as est
-
-def model_fn(features, labels, mode):
-    loss = jnp.mean((features - est.get_variable("w", ())) ** 2)
-    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
-
-hits = []
-jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jnp.ones(3) + 1  # a program before the Estimator does not matter
-config = est.RunConfig(compilation_cache_dir=sys.argv[1], save_checkpoints_secs=None)
-est.Estimator(model_fn, config=config).train(lambda: [jnp.ones(4)])
-print(sum(hits))
-"""
 
 
 def hits(directory):
-    env = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    command = [sys.executable, "-c", PROGRAM, str(directory)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout)
+    (ended,) = shared_cluster().run("testing.scenarios.lives.count_cache_hits", directory, processes=1)
+    assert ended.code == 0, ended.lines
+    return int(ended.lines[-1])
 
 
 @pytest.mark.slow

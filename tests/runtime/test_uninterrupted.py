@@ -1,7 +1,5 @@
 """Work that signals do not cut in two, and what Ctrl-C ends how soon."""
 
-import os
-import random
 import signal
 import threading
 import time
@@ -9,25 +7,14 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from testing.cluster import shared_cluster
-from testing.estimators import make, saved_steps, step_of, times
+from testing.estimators import make, step_of, times
 from testing.hooks import When
+from testing.signals import interrupt
 
 from estimator.runtime import _uninterrupted
 from estimator.runtime._uninterrupted import compile_first, shield
 
-pytestmark = pytest.mark.covers("1.3 preemption")
-
-
-@pytest.fixture(autouse=True)
-def default_handler():
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, old)
-
-
-def interrupt():
-    os.kill(os.getpid(), signal.SIGINT)
+pytestmark = [pytest.mark.covers("1.3 preemption"), pytest.mark.usefixtures("default_handler")]
 
 
 def test_results_and_errors_match_the_function_under_the_settings_of_the_caller():
@@ -87,32 +74,6 @@ def test_to_compile_first_compiles_nothing_twice(compilations):
     assert len(compilations) == before + 1
     program(*args)
     assert len(compilations) == before + 1
-
-
-# In a process of its own.
-
-
-def end_by_ctrl_c(function, model_dir, seconds):
-    kills, lives = [(0, signal.SIGINT)], "testing.scenarios.lives"
-    (ended,) = shared_cluster().end(f"{lives}.{function}", model_dir, kills=kills, within=20, later=seconds)
-    return ended
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_checkpoints_are_written_ends_the_process(tmp_path):
-    when = random.Random(1)
-    for i in range(6):
-        ended = end_by_ctrl_c("endless_training", tmp_path / str(i), when.uniform(0.1, 0.8))
-        assert ended.code == -signal.SIGINT
-        estimator = make(tmp_path / str(i))
-        assert saved_steps(estimator)[-1] == estimator.get_variable_value("global_step")
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_a_program_is_compiled_ends_the_process_and_can_be_caught(tmp_path):
-    for i, seconds in enumerate([0.5, 1.5, 2.5, 3.5]):
-        ended = end_by_ctrl_c("compile_long", tmp_path / str(i), seconds)
-        assert "caught" in ended.lines and ended.code in (-signal.SIGINT, 130)
 
 
 # A Ctrl-C that was dropped, and a handler of the user.

@@ -12,9 +12,7 @@ from testing.cluster import shared_cluster
 from testing.estimators import saved_at, step_of, unfinished, values
 from testing.scenarios.killed_training import STEPS, make
 
-KILL, CTRL_C, SIGTERM, WITHIN = "SIGKILL", "Ctrl-C", "SIGTERM", "SIGKILL within a write"
-ANYWHERE = "SIGKILL at any time"
-SIGNALS = {CTRL_C: signal.SIGINT, SIGTERM: signal.SIGTERM}
+WITHIN, ANYWHERE = "SIGKILL within a write", "SIGKILL at any time"  # beside signals while it trains
 LEFT = re.compile(r"ckpt-\d+$|events\.|history|metrics|settings|run_id")
 TRAIN = "testing.scenarios.killed_training.train"
 
@@ -60,44 +58,32 @@ class Soak:
 
     def _end(self, name, model_dir, way, damaged):
         """Ends a process; returns False if the training was done before."""
-        before = saved_at(model_dir)
-        if way == ANYWHERE:
-            self._cluster.start(TRAIN + self._random.choice(["", "_with_slow_disk"]), name, model_dir, processes=1)
-            time.sleep(self._random.uniform(0, 5))
-            if not self._cluster.is_alive():
-                return self._has_ended()
-        elif way == WITHIN:
+        before, cluster, rng = saved_at(model_dir), self._cluster, self._random
+        if way == WITHIN:
             self._start_until_it_writes(name, model_dir, saves_first=len(self.codes) % 2 == 0)
-        elif not self._start_until_it_trains(name, model_dir):
+        elif way == ANYWHERE:
+            cluster.start(TRAIN + rng.choice(["", "_with_slow_disk"]), name, model_dir, processes=1)
+            time.sleep(rng.uniform(0, 5))
+        else:
+            lines = rng.randrange(1, 6)
+            cluster.start(TRAIN, name, model_dir, False, lines + 3, processes=1)
+
+            def trains_or_has_ended():
+                return sum(line.startswith("step ") for line in cluster.lines()) >= lines or not cluster.is_alive()
+
+            cluster.wait_until(trains_or_has_ended, f"it has not printed {lines} steps")
+            time.sleep(rng.uniform(0, 0.03))
+        if is_alive := cluster.is_alive():
+            cluster.kill(number=signal.SIGKILL if way in (WITHIN, ANYWHERE) else way)
+        (ended,) = cluster.ended()
+        assert is_alive or ended.code == 0, ended.lines
+        if not ended.code:
             return False
-        self._cluster.kill(number=SIGNALS.get(way, signal.SIGKILL))
-        if code := self._cluster.ended()[0].code:
-            self.codes.append((way, code))
+        self.codes.append((way, ended.code))
         saved = saved_at(model_dir)
-        if damaged:
-            return bool(code)
-        if saved[-1:] < before[-1:] or saved and step_of(make(name, model_dir)) != saved[-1]:
+        if not damaged and (saved[-1:] < before[-1:] or saved and step_of(make(name, model_dir)) != saved[-1]):
             self.differ.append(f"{model_dir}: it had the checkpoints {before}, and has {saved} after {way}")
-        return bool(code)
-
-    def _start_until_it_trains(self, name, model_dir):
-        """Starts a process; returns False if it has ended."""
-        lines, cluster = self._random.randrange(1, 6), self._cluster
-        cluster.start(TRAIN, name, model_dir, False, lines + 3, processes=1)
-
-        def trains_or_has_ended():
-            return sum(line.startswith("step ") for line in cluster.lines()) >= lines or not cluster.is_alive()
-
-        cluster.wait_until(trains_or_has_ended, f"it has not printed {lines} steps")
-        if not cluster.is_alive():
-            return self._has_ended()
-        time.sleep(self._random.uniform(0, 0.03))
         return True
-
-    def _has_ended(self):
-        (ended,) = self._cluster.ended()
-        assert ended.code == 0, ended.lines
-        return False
 
     def _start_until_it_writes(self, name, model_dir, saves_first):
         """Starts a process that writes its first checkpoint or, if it `saves_first`, a later one; stops it there."""

@@ -6,9 +6,10 @@ import pathlib
 import random
 import shutil
 import time
+from signal import SIGKILL, SIGTERM
 
 import pytest
-from soak.kills import ANYWHERE, KILL, SIGTERM, Soak
+from soak.kills import ANYWHERE, Soak
 from testing.scenarios import object_store as scenario
 
 import estimator as est
@@ -131,6 +132,6 @@ def test_a_training_that_is_killed_and_damaged_again_and_again_ends_as_one_that_
             count += damage(model_dir, rng.choice(list(DAMAGES)), rng, but=spared)
 
     while time.monotonic() < end:
-        soak.run("numpy_input_fn", [rng.choice([KILL, SIGTERM, ANYWHERE]) for _ in range(6)], harm=harm)
+        soak.run("numpy_input_fn", [rng.choice([SIGKILL, SIGTERM, ANYWHERE]) for _ in range(6)], harm=harm)
         assert soak.differ == []
     print(dict(collections.Counter(way for way, _ in soak.codes)), "damages:", count)

@@ -3,13 +3,13 @@
 import concurrent.futures
 import errno
 import os
-import time
 import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from testing.estimators import make, saved_steps, times
+from testing.signals import wait_until
 from testing.summaries import scalars
 
 import estimator as est
@@ -94,9 +94,7 @@ def test_what_is_written_is_in_the_files_soon_though_nothing_follows(tmp_path):
     writer = EventWriter(str(tmp_path), 1)
     for step in (1, 2, 3):
         writer.write(step, float(step), {"loss": 1.0 * step})
-    deadline = time.monotonic() + 10
-    while len(est.read_history(tmp_path)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: len(est.read_history(tmp_path)) == 3, secs=10)
     assert [row["step"] for row in est.read_history(tmp_path)] == [1, 2, 3]
     assert scalars(tmp_path) == {"loss": [(1, 1.0), (2, 2.0), (3, 3.0)]}
     writer.close()

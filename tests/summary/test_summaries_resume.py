@@ -2,12 +2,10 @@
 
 import math
 import os
-import signal
 import sys
 
 import numpy as np
 import pytest
-from testing.cluster import shared_cluster
 from testing.estimators import X, Y, endless, make
 from testing.summaries import Fails, changing, read, scalars, steps_of
 
@@ -23,16 +21,6 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
     make(tmp_path, **config | {"save_summary_steps": 40}).train(changing, steps=30)
     want = [*range(1, 100, 10), 121]
     assert list(read(tmp_path)) == want == steps_of(scalars(tmp_path)["loss"])
-
-
-@pytest.mark.covers("4 SummarySaverHook")
-def test_a_killed_run_has_written_up_to_its_checkpoint(tmp_path):
-    (ended,) = shared_cluster().run("testing.scenarios.lives.train_until_killed", tmp_path, processes=1)
-    assert ended.code == -signal.SIGKILL, ended.lines
-    known = list(read(tmp_path))
-    assert known == list(range(1, known[-1] + 1, 10)) and known[-1] >= 91
-    make(tmp_path, save_summary_steps=10).train(endless, steps=60)
-    assert list(read(tmp_path)) == list(range(1, 161, 10)) == steps_of(scalars(tmp_path)["loss"])
 
 
 def test_a_loss_that_is_nan_is_in_the_history(tmp_path):

@@ -9,9 +9,9 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 
 from testing.cluster import free_port
+from testing.signals import wait_until
 
 PROGRAMS = "munged", "slurmctld", "slurmd", "sbatch"
 _PATH = f"{os.environ['PATH']}:/usr/sbin"
@@ -91,8 +91,8 @@ def running_slurm():
             daemons.append(subprocess.Popen([path, *command[1:]], env=slurm.environment, stdout=log, stderr=log))
             log.close()
             if command[0] == "munged":
-                _wait_until((folder / "munge.socket").exists)
-        _wait_until(lambda: "idle" in slurm.call("sinfo", "--noheader", "--format=%T"))
+                wait_until((folder / "munge.socket").exists)
+        wait_until(lambda: _is_idle(slurm))
         yield slurm
     finally:
         for daemon in reversed(daemons):
@@ -103,11 +103,6 @@ def running_slurm():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_until(is_so):
-    deadline = time.monotonic() + 60
-    while True:
-        with contextlib.suppress(AssertionError):
-            if is_so():
-                return
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def _is_idle(slurm):
+    with contextlib.suppress(AssertionError):
+        return "idle" in slurm.call("sinfo", "--noheader", "--format=%T")

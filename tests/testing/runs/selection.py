@@ -22,7 +22,6 @@ USES = {
     "subprocess": "subprocess",
     "testing.cluster": "multiprocess",
     "testing.object_store": "library",
-    "testing.processes": "multiprocess",
     "testing.website.browser": "site",
     "testing.website.scripts": "subprocess",
 }

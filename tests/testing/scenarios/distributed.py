@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import replicate
 from estimator.multihost import _initialize
 from estimator.multihost._supervisor import SUPERVISOR, ProcessLostError
+from testing.signals import wait_until
 
 
 def say(*what):
@@ -108,13 +109,6 @@ def incomplete(port):
     say_error(replicate.initialize_distributed, f"127.0.0.1:{port if me < 2 else 1}", 3, me, timeout_secs=2)
 
 
-def wait_until(is_so, *args, secs=60):
-    """Waits for what another process does."""
-    deadline = time.monotonic() + secs
-    while not is_so(*args) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
 def is_taken(port):
     with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
@@ -125,7 +119,7 @@ def port_in_use(port):
     """A second process 0."""
     me = my_index()
     if me:
-        wait_until(is_taken, port)
+        wait_until(lambda: is_taken(port))
         time.sleep(0.5)  # it is taken for a moment before, to see whether it is free
     say_error(replicate.initialize_distributed, f"127.0.0.1:{port}", 2, 0, timeout_secs=2 + me)
 
@@ -138,7 +132,7 @@ def second_run(port, folder):
     say_error(replicate.initialize_distributed, f"127.0.0.1:{port}", 2, min(me, 1), timeout_secs=20)
     open(files[me], "w").close()
     if me < 2:
-        wait_until(os.path.exists, files[2])
+        wait_until(lambda: os.path.exists(files[2]))
         time.sleep(6)
         os._exit(0)
 
@@ -185,12 +179,11 @@ def adopt(address, recoverable, starts_devices):
 def work(victim, way, grace_secs=1.0, heartbeat_secs=2.0):
     """Works together until one process ends in some way; "working" is written when all can be killed."""
     replicate.initialize_distributed(timeout_secs=30, grace_secs=grace_secs, heartbeat_timeout_secs=heartbeat_secs)
-    me = jax.process_index()
-    if me == victim and way == "fork" and not os.fork():
+    dies = jax.process_index() == victim
+    if dies and way == "fork" and not os.fork():
         time.sleep(30)  # a copy that outlives it, as workers of a loader do
         say("the copy ends")
         os._exit(0)
-    say("pid", os.getpid())
     for step in range(1_000_000):
         try:
             summed(np.ones(24), times=1).block_until_ready()
@@ -198,15 +191,13 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=2.0):
             raise SUPERVISOR.explain(error) from error
         if step == 20:
             say("working")
-            if me == victim and way in ("kill", "fork"):
+            if way == "poll":
+                time.sleep(0.5) if dies else poll()
+            if dies and way in ("kill", "fork", "poll"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            if me == victim and way == "raise":
+            if dies and way == "raise":
                 atexit.register(time.sleep, 2 * grace_secs)  # it may take its time, and keeps its exit code
                 raise ValueError("no such file\nin the folder")
-            if way == "poll" and me != victim:
-                return poll()
-            if way == "poll":
-                time.sleep(60)
 
 
 def poll():

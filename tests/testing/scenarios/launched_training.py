@@ -56,5 +56,12 @@ def main(folder, steps):
         (folder / "result").write_text(hashlib.sha256(w.tobytes()).hexdigest())
 
 
+def alone(folder, steps):
+    """In one process, for `testing.cluster` to start."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    pathlib.Path(folder, "enough").touch()
+    main(pathlib.Path(folder), steps)
+
+
 if __name__ == "__main__":
     main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,7 +1,6 @@
 """Training runs in odd circumstances: forked workers, no streams, no rights, other training runs."""
 
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
@@ -13,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+from absl import logging
 
 import estimator as est
 from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.inputs._prefetch import Prefetcher
 from testing.estimators import X, Y, endless, make, saved_at, times
 from testing.hooks import At, When
 
@@ -128,31 +129,6 @@ def evaluate_in_fork(model_dir):
     os.waitpid(pid, 0)
 
 
-def _work(i):
-    time.sleep(0.05 if i < 4 else 60)
-    return X
-
-
-def pool_in_input(model_dir):
-    """A loader whose workers are forked within the run, and which waits for their end.
-
-    A signal finds them at work: a pool never ends if one of its workers died while it held the lock of their queue.
-    """
-    os.setpgrp()
-
-    def input_fn():
-        yield X, Y
-        with multiprocessing.get_context("fork").Pool(2) as pool:
-            for i, x in enumerate(pool.imap(_work, range(100_000))):
-                if i == 3:
-                    time.sleep(0.5)
-                    print("blocked", flush=True)
-                yield x, Y
-        pool.join()
-
-    make(model_dir, steps_per_loop=1).train(input_fn)
-
-
 def orphan_in_training(model_dir):
     """Forks a child, which outlives the training."""
 
@@ -203,3 +179,36 @@ def stall(model_dir):
         threading.Event().wait()
 
     make(model_dir, steps_per_loop=1).train(input_fn, hooks=[est.WatchdogHook(1, action="end")])
+
+
+def wait_for_input():
+    """With handlers of its own, for an input that blocks."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    def input():
+        print("blocked", flush=True)
+        time.sleep(60)
+        yield X
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    logging.set_verbosity(logging.ERROR)
+    try:
+        with Prefetcher(input(), list) as ready:
+            ready.request(1)
+            ready.get()
+    except KeyboardInterrupt:
+        print("interrupted", threading.active_count())
+
+
+def count_cache_hits(directory):
+    """Says how many programs of a training are found in a compilation cache."""
+    hits = []
+    jax.config.update("jax_compilation_cache_dir", None)  # that of the tests
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
+    jnp.ones(3) + 1  # a program before the Estimator does not matter
+    make(None, compilation_cache_dir=directory).train(times(1))
+    print(sum(hits))

@@ -1,6 +1,9 @@
 """Runs that block for a minute, each in its own way, and print what their hooks see."""
 
 import itertools
+import multiprocessing
+import os
+import signal
 import threading
 import time
 
@@ -15,7 +18,8 @@ def reports(name):
     """A hook that prints how a run ended."""
 
     def end(context):
-        print("end:", name, context.stop_reason, context.global_step, type(context.error).__name__, flush=True)
+        error = type(context.error).__name__ if context.error else "-"
+        print("end:", name, context.stop_reason, context.global_step, error, flush=True)
 
     return When(end=end)
 
@@ -112,9 +116,34 @@ def in_a_thread(model_dir):
     thread.join()
 
 
-def with_own_handler(model_dir):
-    import signal
+def _work(i):
+    time.sleep(0.05 if i < 4 else 60)
+    return X
 
+
+def pool_in_input(model_dir):
+    """A loader whose workers are forked within the run, and which waits for their end.
+
+    A signal finds them at work: a pool never ends if one of its workers died while it held the lock of their queue.
+    """
+    os.setpgrp()
+    has_trained = threading.Event()
+
+    def input_fn():
+        yield X, Y
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            for i, x in enumerate(pool.imap(_work, range(100_000))):
+                yield x, Y
+                if i == 3:
+                    has_trained.wait()
+                    time.sleep(0.2)
+                    print("blocked", flush=True)
+        pool.join()
+
+    make(model_dir, steps_per_loop=1).train(input_fn, hooks=[At(5, has_trained.set), reports("training")])
+
+
+def with_own_handler(model_dir):
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: print("end: own handler", flush=True))
     estimator = make(model_dir, save_checkpoints_steps=1)

@@ -1,7 +1,6 @@
 """Training runs of several processes that are cut off, resume, or hang, for `testing.cluster` to start in each."""
 
 import os
-import signal
 import sys
 import time
 
@@ -112,44 +111,6 @@ def train_elastic(model_dir, max_steps):
     say(seen=trained.get_variable_value("seen").tolist(), given=given)
 
 
-def slowly(i):
-    time.sleep(0.05)
-
-
-def train_until_terminated(model_dir, blocked, late, heartbeat_timeout_secs=30.0):
-    """The input of a process may block after some batches; one may get the signal when it has ended its training."""
-    start(heartbeat_timeout_secs=heartbeat_timeout_secs)
-    me = jax.process_index()
-
-    def wait(i):
-        slowly(i)
-        if i == (30 if me == blocked else 55):  # the latter on a machine too busy to send the signal before
-            print("blocked", flush=True)
-            time.sleep(60)
-
-    trained = make(model_dir, tiny, save_checkpoints_steps=1000, resume_input="count")
-    try:
-        trained.train(lambda: Source(wait, positions=False), hooks=[Tell()])
-    except (est.Preempted, KeyboardInterrupt) as error:
-        if me == late:
-            os.kill(os.getpid(), signal.SIGTERM if isinstance(error, est.Preempted) else signal.SIGINT)
-        raise
-
-
-def evaluate_until_terminated(model_dir):
-    """One gets a signal while all evaluate during a training run."""
-    start()
-
-    def wait(i):
-        if i == 2:
-            print("evaluating", flush=True)
-        time.sleep(0.1)
-
-    estimator = make(model_dir, tiny, save_checkpoints_steps=1000)
-    train_spec = est.TrainSpec(lambda: Source(slowly), 40, hooks=[Tell()])
-    est.train_and_evaluate(estimator, train_spec, est.EvalSpec(lambda: Source(wait)), eval_every_steps=5)
-
-
 def stall(folder):
     """The input of process 1 does not come on, until both watchdogs have said so."""
     start()
@@ -194,16 +155,6 @@ def drift(folder):
         say(mismatch=str(error))
 
 
-def end(folder, slow):
-    """All end after the same training, one of them later."""
-    start()
-    estimator = make(os.path.join(folder, f"end-{slow}"), tiny)
-    estimator.train(lambda: Source(), max_steps=2)
-    if jax.process_index() == slow:
-        time.sleep(3)
-    sys.exit(0)
-
-
 def disconnect():
     """All disconnect by themselves, process 0 last, and end later than the threads that watch the others look again."""
     start(heartbeat_timeout_secs=3.0)
@@ -225,16 +176,3 @@ def come_late(folder):
         trained.train(lambda: Source())
     except Exception as error:
         say(error=type(error).__name__, text=str(error))
-
-
-def terminate_one(folder, number):
-    """Process 1 gets a signal while it makes its first state, or reads its first batch."""
-    start()
-    me = jax.process_index()
-
-    def input_fn():
-        if me:
-            os.kill(os.getpid(), number)
-        return Source()
-
-    make(os.path.join(folder, "one"), tiny).train(input_fn)

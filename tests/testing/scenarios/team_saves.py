@@ -1,11 +1,9 @@
 """Training runs of several processes whose threads write checkpoints, for `testing.cluster` to start in each."""
 
-import functools
 import threading
 import time
 
 import jax
-import numpy as np
 
 from estimator.checkpoint import _save
 from estimator.storage._sealed_folder import SealedFolder
@@ -14,7 +12,6 @@ from testing.hooks import AtSteps
 from testing.scenarios.team import make, say, start
 from testing.scenarios.team_lives import Source, Tell, tiny
 
-STEPS, SAVE_EVERY = 40, 4
 SECS = 30
 
 
@@ -72,15 +69,3 @@ def fail(model_dir, who, where):
     except Exception as error:
         say(error=type(error).__name__, text=str(error), secs=time.monotonic() - began)
     say(threads=[thread.name for thread in threading.enumerate() if "save" in thread.name])
-
-
-def train_until_killed(model_dir, secs=0.0, holds=None):
-    """Trains with a pause before each batch; one process never ends the write of its part of a checkpoint."""
-    start(grace_secs=5.0, heartbeat_timeout_secs=3.0)
-    if jax.process_index() == holds:
-        before_commit(lambda key: time.sleep(60) if "async_write_complete" in key else None)
-    estimator = make(model_dir, tiny, save_checkpoints_steps=SAVE_EVERY, resume_input="count")
-    source = functools.partial(Source, lambda i: time.sleep(secs), positions=False)
-    estimator.train(source, max_steps=STEPS, hooks=[Tell()])
-    values = estimator.get_variable_value("*")
-    say(values={name: np.asarray(value).tobytes().hex() for name, value in values.items()})
