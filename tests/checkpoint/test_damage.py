@@ -10,9 +10,9 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from testing.estimators import Numbers, endless, make, same_bits, saved_at, step_of, times, values
+from testing.model_fns import minimizing, zeros
 from testing.outcomes import run
 from testing.scenarios import object_store as scenario
 from testing.scenarios import team_lives
@@ -88,6 +88,12 @@ DAMAGES = {
 }
 
 
+# For what looks only at whether there is damage, one of each file, and one that must not be read.
+few_damages = pytest.mark.parametrize(
+    "damage", ["no metadata", "a bit in the arrays", "an endless manifest", "not whole"], indirect=True
+)
+
+
 @pytest.fixture(params=DAMAGES)
 def damage(request):
     return DAMAGES[request.param]
@@ -124,6 +130,7 @@ def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, cop
 
 @pytest.mark.quick
 @pytest.mark.slow
+@few_damages
 def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, damage, copy_trained, errors):
     harm, _ = damage
     copy_trained(tmp_path, 4)
@@ -147,6 +154,7 @@ def test_an_evaluation_with_the_state_in_memory_needs_no_sound_files_but_trainin
 
 
 @pytest.mark.slow
+@few_damages
 def test_an_older_damaged_checkpoint_ends_no_training(tmp_path, damage, copy_trained):
     harm, _ = damage
     config = {"save_checkpoints_steps": 2, "keep_checkpoint_max": 3}
@@ -178,13 +186,12 @@ def test_training_never_begins_anew_beside_damaged_checkpoints(tmp_path, damage,
 
 def test_the_input_resumes_at_the_position_of_the_sound_checkpoint(tmp_path):
     def train(batches, max_steps):
-        def model_fn(features, labels, mode):
-            est.get_variable("total", (), trainable=False, initializer=jax.nn.initializers.zeros)
+        def loss_of(features, labels):
+            zeros("total", trainable=False)
             est.assign_add("total", features[0].astype(jnp.float32))
-            loss = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
-            return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+            return zeros("w")
 
-        return make(tmp_path, model_fn, save_checkpoints_steps=3).train(lambda: batches, max_steps=max_steps)
+        return make(tmp_path, minimizing(loss_of), save_checkpoints_steps=3).train(lambda: batches, max_steps=max_steps)
 
     train(Numbers(), 6)
     flip(tmp_path / "ckpt-6" / "_CHECKPOINT_METADATA", 40)
@@ -234,6 +241,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path,
 
 @pytest.mark.quick
 @pytest.mark.slow
+@few_damages
 def test_a_checkpoint_that_was_mended_is_sound_again_and_damaged_again(tmp_path, damage, copy_trained):
     harm, _ = damage
     copy_trained(tmp_path, 4)
@@ -316,9 +324,8 @@ def test_a_checkpoint_is_listed_and_verified_while_files_are_added_to_it(tmp_pat
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         added = thread.submit(add)
         while not added.done():
-            assert (
-                Checkpoints(tmp_path).latest(Checkpoint.verify) == path and est.checkpoints(tmp_path)[-1].damage is None
-            )
+            assert Checkpoints(tmp_path).latest(Checkpoint.verify) == path
+            assert est.checkpoints(tmp_path)[-1].damage is None
         added.result()
 
 

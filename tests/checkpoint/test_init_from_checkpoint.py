@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus, one_step, started
+from testing.towers import one_step, replicate, started
 
 import estimator as est
-from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate import BlockSync, TowerOptimizer, VariableDistribution
 
 TENSORFLOW = pathlib.Path(__file__).parents[1] / "golden" / "tf_checkpoint"
 X = np.ones((8, 80), np.float32)
@@ -78,14 +78,8 @@ def test_variables_begin_with_the_values_that_the_map_names(kind):
 
 
 def test_a_single_name_counts_more_than_a_scope(npz):
-    path = npz(
-        **{
-            "new/dense/kernel": np.zeros((80, 5)),
-            "new/dense/bias": np.ones(5),
-            "own": np.ones((2, 2)),
-            "b": np.zeros(5),
-        }
-    )
+    arrays = {"new/dense/kernel": np.zeros((80, 5)), "new/dense/bias": np.ones(5), "own": np.ones((2, 2))}
+    path = npz(**arrays, b=np.zeros(5))
     state = init(model_of(path, {"b": "new/dense/bias", "/": "/"}))
     np.testing.assert_array_equal(state.variables["new/dense/bias"], np.zeros(5))
     np.testing.assert_array_equal(state.variables["own"], np.ones((2, 2)))
@@ -93,9 +87,10 @@ def test_a_single_name_counts_more_than_a_scope(npz):
 
 def test_arrays_of_a_pytree_have_names_of_their_own(npz):
     def model_fn(features, labels, mode):
-        net = est.get_variable(
-            "net", lambda key: {"a": jnp.zeros(2), "b": {"c": jnp.zeros(2), "key": key}}, trainable=False
-        )
+        def initial(key):
+            return {"a": jnp.zeros(2), "b": {"c": jnp.zeros(2), "key": key}}
+
+        net = est.get_variable("net", initial, trainable=False)
         est.init_from_checkpoint(path, {"x/": "net/b/"})
         return est.EstimatorSpec(mode, predictions=features * net["a"].sum())
 
@@ -120,8 +115,7 @@ PLACEMENTS = [*({"variable_distribution": each} for each in VariableDistribution
     "options", [*PLACEMENTS, {"block_sync": BlockSync(2)}], ids=lambda each: str(*each.values()).split("(")[0]
 )
 def test_it_works_in_towers_wherever_variables_are(options):
-    devices = cpus(4)
-    model, state = started(replicate_model_fn(model_of(TENSORFLOW, MAPS["scope"]), devices=devices, **options), X, Y)
+    model, state = started(replicate(model_of(TENSORFLOW, MAPS["scope"]), 4, **options), X, Y)
     for name in ("dense/kernel", "dense/bias"):
         np.testing.assert_array_equal(state.variables[f"new/{name}"], there(name))
     want, _ = one_step(model_of(TENSORFLOW, MAPS["scope"]), X, Y)

@@ -11,13 +11,14 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import refuse, saved_steps
-from testing.towers import cpus
+from testing.model_fns import minimizing
+from testing.towers import replicate
 
 import estimator as est
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._named_arrays import named_leaves
 from estimator.checkpoint._warm_start import warm_start
-from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate import TowerOptimizer, VariableDistribution
 
 X = np.arange(16, dtype=np.float32).reshape(8, 2) / 16
 Y = X.sum(axis=1)
@@ -195,12 +196,8 @@ def test_names_may_have_changed(tmp_path, source, by):
 @pytest.mark.covers("8 rename")
 def test_one_variable_may_start_two(tmp_path, source):
     warm = settings(source, ".*", {"v": "seen", "seen2": "seen"})
-
-    def two(features, labels, mode):
-        v, w = est.get_variable("v", (4,)), est.get_variable("seen2", (4,))
-        loss = jnp.sum(v * w)
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(1.0)).minimize(loss))
-
+    variable = est.get_variable
+    two = minimizing(lambda x, y: jnp.sum(variable("v", (4,)) * variable("seen2", (4,))), optax.sgd(1.0))
     config = est.RunConfig(save_checkpoints_steps=1)
     trained = values(est.Estimator(two, tmp_path, config, warm_start_from=warm).train(batches, steps=1))
     np.testing.assert_array_equal(trained["v"], np.float32([0, 0, 0, 0]))  # 3 - 1.0 * 3
@@ -266,8 +263,7 @@ def test_extended_estimators_start_warm_too(tmp_path, source, caplog):
 @pytest.mark.parametrize("distribution", list(VariableDistribution))
 def test_in_towers_a_warm_start_is_what_a_restored_state_is(source, distribution, mode):
     """With all that training changes warm-started, the state continues like the source, in the same placement."""
-    towers = replicate_model_fn(model_fn, devices=cpus(4), variable_distribution=distribution)
-    model = est.transform(towers, {})
+    model = est.transform(replicate(model_fn, 4, variable_distribution=distribution), {})
     batch = (X, Y) if mode == "train" else (X,)
     state = model.init(jax.random.key(0), *batch, mode=mode)
     trainable = model.info(*batch, mode=mode).trainable
@@ -285,8 +281,7 @@ def test_in_towers_a_warm_start_is_what_a_restored_state_is(source, distribution
 @pytest.mark.slow
 @pytest.mark.covers("8 differences")
 def test_towers_train_on_from_one_device_and_one_device_from_towers(tmp_path, source, cold):
-    sharded = VariableDistribution.SHARDED
-    towers = replicate_model_fn(model_fn, devices=cpus(4), variable_distribution=sharded)
+    towers = replicate(model_fn, 4, variable_distribution=VariableDistribution.SHARDED)
     there = make(tmp_path / "towers", source.model_dir, fn=towers).train(batches, steps=1)
     assert_taken(values(there, 0), values(source), cold, TRAINABLE)
     one = make(tmp_path / "one", there.model_dir).train(batches, steps=1)
@@ -353,9 +348,7 @@ def test_what_finds_nothing_is_an_error(source, initial, patterns, renames, mess
 def test_a_renamed_variable_that_the_model_has_not_is_an_error(source, initial):
     """TRAIN knows all of the model; in other modes the variable may be one of those that only TRAIN has."""
     warm = settings(source, ".*", {"hiden/w": "hidden/w"})
-    message = (
-        "names 'hiden/w', which was not used. Perhaps you misspelled it? Near it, `vars_to_warm_start` takes ['hidd"
-    )
+    message = "'hiden/w', which was not used. Perhaps you misspelled it? Near it, `vars_to_warm_start` takes ['hidden"
     with pytest.raises(ValueError, match=re.escape(message)):
         initial["train"](warm)
     assert "hiden/w" not in initial["infer"](warm)[1].used
@@ -387,10 +380,8 @@ def test_every_other_shape_or_dtype_is_named(tmp_path, source):
 @pytest.mark.covers("8 source")
 def test_a_source_without_checkpoint_is_an_error(tmp_path, initial):
     for start in initial.values():
-        message = (
-            f"`WarmStartSettings` cannot read '{tmp_path}': it is neither a checkpoint, nor a model_dir that has one"
-        )
-        with pytest.raises(ValueError, match=re.escape(message)):
+        message = f"cannot read '{tmp_path}': it is neither a checkpoint, nor a model_dir that has one"
+        with pytest.raises(ValueError, match=re.escape(f"`WarmStartSettings` {message}")):
             start(est.WarmStartSettings(tmp_path))
         with pytest.raises(ValueError, match="`WarmStartSettings` cannot read '.*/nothing'"):
             start(est.WarmStartSettings(f"{tmp_path}/nothing"))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from testing import refused
+from testing.model_fns import minimizing, ones, zeros
 from testing.towers import replicate
 
 import estimator as est
@@ -148,16 +149,6 @@ def test_errors_of_the_model_fn_come_through(tmp_path):
         est.Estimator(model_fn, tmp_path).train(lambda: X)
 
 
-def test_a_plain_optimizer_in_towers_is_an_error(tmp_path):
-    def model_fn(features, labels, mode):
-        loss = est.losses.mean_squared_error(labels, features @ est.get_variable("w", (2, 1)))
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
-
-    replicated = replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"])
-    with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer"):
-        est.Estimator(replicated, tmp_path).train(lambda: (X, Y))
-
-
 BAD_BATCHES = {
     TypeError: [
         (
@@ -189,10 +180,10 @@ def bad(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "replicated"])
+@pytest.fixture(scope="module", params=[None, 1, 2], ids=["plain", "replicated", "in towers"])
 def warm(request):
     """A model_fn, its transform after a step in each mode, and a state."""
-    model_fn = replicate_model_fn(linear, devices=["cpu:0"]) if request.param else linear
+    model_fn = replicate(linear, request.param)
     model = est.transform(model_fn)
     state = model.init(KEY, X, Y)
     model.train_step(state, X, Y)
@@ -254,18 +245,14 @@ def test_a_bad_later_batch_is_named_by_evaluate_and_predict(trained, bad):
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("second", [{"b": [2.0, 2.0]}, {"a": [2, 2]}], ids=["structure", "dtype"])
 def test_batches_that_do_not_stack_are_trained_on_one_by_one(tmp_path, as_array, second):
-    def model_fn(features, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+    def loss_of(features, labels):
         (x,) = features.values()
-        loss = jnp.mean(jnp.square(w - x.astype(jnp.float32)))
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.5)).minimize(loss))
+        return jnp.mean(jnp.square(zeros("w") - x.astype(jnp.float32)))
 
     dtype = np.int32 if "a" in second else np.float32
-    batches = [
-        {"a": as_array(np.ones(2, np.float32))},
-        {name: as_array(np.array(value, dtype)) for name, value in second.items()},
-    ]
-    estimator = est.Estimator(model_fn, tmp_path, est.RunConfig(steps_per_loop=2))
+    batches = [{"a": as_array(np.ones(2, np.float32))}]
+    batches += [{name: as_array(np.array(value, dtype)) for name, value in second.items()}]
+    estimator = est.Estimator(minimizing(loss_of, optax.sgd(0.5)), tmp_path, est.RunConfig(steps_per_loop=2))
     assert estimator.train(lambda: batches).get_variable_value("w") == 2
 
 
@@ -277,8 +264,7 @@ def test_a_train_op_of_another_run_is_an_error(keeps, towers):
     kept = []
 
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss, optimizer = jnp.mean(w * features), TowerOptimizer(optax.sgd(0.1))
+        loss, optimizer = jnp.mean(ones("w") * features), TowerOptimizer(optax.sgd(0.1))
         if keeps == "gradients":
             kept.append(optimizer.apply_gradients(optimizer.compute_gradients(loss)))
         elif keeps == "each" or not kept:
@@ -295,8 +281,7 @@ def test_a_train_op_of_another_run_is_an_error(keeps, towers):
 @pytest.mark.parametrize("towers", [None, 2])
 def test_a_group_of_nothing_is_a_train_op_that_changes_nothing(towers):
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        return est.EstimatorSpec(mode, loss=jnp.mean(w * features), train_op=est.group())
+        return est.EstimatorSpec(mode, loss=jnp.mean(ones("w") * features), train_op=est.group())
 
     model = est.transform(replicate(model_fn, towers))
     x = np.ones(4, np.float32)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.model_fns import minimizing
-from testing.towers import assert_close, cpus, regression, replicate, started
+from testing.model_fns import minimizing, ones
+from testing.towers import assert_close, regression, replicate, started
 
 import estimator as est
-from replicate import TowerOptimizer, replicate_model_fn
+from replicate import TowerOptimizer
 
 X = np.arange(1.0, 13.0, dtype=np.float32).reshape(4, 3)
 
@@ -18,7 +18,7 @@ def run(body, mode="train", towers=None):
     """The predictions, or the error, of a model_fn that returns `body(features)` as such."""
 
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
+        w = ones("w", (3,))
         est.get_variable("count", initializer=0.0, trainable=False)
         predictions = body(features)
         loss = jnp.mean(features @ w)
@@ -64,12 +64,9 @@ def noisy(x):
 @pytest.mark.parametrize("towers", [None, 2])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_key_drawn_in_a_loop_is_refused(loop, towers):
-    message = (
-        rf"`est\.make_rng\(\)` was called in a function that `{loop}` runs many times, each time with the same key"
-    )
-    with pytest.raises(
-        ValueError, match=message + r".*`jax\.random\.split\(key, n\)`.*`jax\.random\.fold_in\(key, i\)`"
-    ):
+    where = rf"in a function that `{loop}` runs many times, each time with the same key"
+    instead = r"`jax\.random\.split\(key, n\)`.*`jax\.random\.fold_in\(key, i\)`"
+    with pytest.raises(ValueError, match=rf"`est\.make_rng\(\)` was called {where}.*{instead}"):
         run(lambda x: LOOPS[loop](noisy, x), towers=towers)
 
 
@@ -96,7 +93,7 @@ def test_a_key_drawn_in_a_function_that_runs_once_matches_the_model_fn(once):
 def test_a_loop_within_which_the_model_fn_runs_is_none_of_its_own():
     """Steps in a scan, micro-batches, several models in a vmap."""
     model_fn = minimizing(lambda x, y: jnp.mean(noisy(x) @ est.get_variable("w", (3,))), accumulate_steps=2)
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(1)))
+    model = est.transform(replicate(model_fn, 1))
     states = jax.vmap(lambda key: model.init(key, X))(jax.random.split(jax.random.key(0), 2))
     assert jax.vmap(model.train_step, in_axes=(0, None))(states, X)[1].loss.shape == (2,)
     assert len(set(model.train_loop(model.init(jax.random.key(0), X), [X, X])[1].loss.tolist())) == 2
@@ -178,10 +175,8 @@ def test_a_variable_is_not_created_where_it_would_not_exist_outside(where):
     if where == "jax.vmap":  # what does not depend on the rows is known outside of it
         assert run(body).shape == X.shape
         return
-    message = (
-        r"`est\.get_variable\('v'\)` was called " + APART.format("`jax") + "outside of which the variable would not"
-    )
-    with pytest.raises(ValueError, match=message + " exist. Get it before, outside of the function"):
+    message = APART.format("`jax") + "outside of which the variable would not exist. Get it before, outside of "
+    with pytest.raises(ValueError, match=r"`est\.get_variable\('v'\)` was called " + message + "the function"):
         run(body, "infer" if where == "jax.lax.while_loop" else "train")
 
 
@@ -193,7 +188,7 @@ READING = [*LOOPS, *(name for name in ONCE if name != "jax.custom_vjp")]  # whic
 def test_a_variable_got_before_is_read_anywhere(where):
     def body(x):
         with est.variable_scope("scope", reuse=est.AUTO_REUSE):
-            est.get_variable("v", (), initializer=jax.nn.initializers.ones)
+            ones("v")
             return (LOOPS | ONCE)[where](lambda x: x * est.get_variable("v", ()) * est.read_variable("w")[0], x)
 
     want = jnp.asarray(X) if where == "jax.lax.switch" else (LOOPS | ONCE)[where](lambda x: x * 1, jnp.asarray(X))
@@ -204,7 +199,7 @@ def test_a_derivative_lets_variables_and_writes_out():
     def body(x):
         def potential(x):
             est.assign("count", 3.0)
-            return jnp.sum(x * est.get_variable("v", (3,), initializer=jax.nn.initializers.ones))
+            return jnp.sum(x * ones("v", (3,)))
 
         return jax.grad(potential)(x)
 
@@ -293,8 +288,7 @@ PLACES = {
 
 def weighted_model_fn(place, steps=1):
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
-        output = features @ w
+        output = features @ ones("w", (3,))
         weights = (features[:, 0] > 0) * features[:, 1] ** 2
 
         def loss_of(output):
@@ -303,9 +297,8 @@ def weighted_model_fn(place, steps=1):
 
         loss = PLACES[place](loss_of, output)
         train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
-        return est.EstimatorSpec(
-            mode, {"output": output}, loss, train_op, {"error": est.metrics.mean_squared_error(labels, output, weights)}
-        )
+        metrics = {"error": est.metrics.mean_squared_error(labels, output, weights)}
+        return est.EstimatorSpec(mode, {"output": output}, loss, train_op, metrics)
 
     return model_fn
 
@@ -319,7 +312,7 @@ def test_weighted_losses_match_one_big_batch(place):
         for rows, towers in ((7, 2), (8, 4), (3, 4)):
             (x,), (y,) = regression(rows, seed=rows, steps=1)
             state = plain.init(jax.random.key(0), x, y)
-            replicated = est.transform(replicate_model_fn(weighted_model_fn(place), devices=cpus(towers)))
+            replicated = est.transform(replicate(weighted_model_fn(place), towers))
             got, want = replicated.eval_step(state, x, y), plain.eval_step(state, x, y)
             assert want.loss > 0
             assert_close((got.loss, got.predictions), (want.loss, want.predictions))
@@ -332,10 +325,7 @@ def test_weighted_losses_match_one_big_batch(place):
 @pytest.mark.parametrize("place", PLACES)
 def test_weighted_losses_in_micro_batches_are_right_or_refused(place):
     (x,), (y,) = regression(8, steps=1)
-    plain, replicated = (
-        est.transform(fn)
-        for fn in (weighted_model_fn(place), replicate_model_fn(weighted_model_fn(place, 2), devices=cpus(2)))
-    )
+    plain, replicated = map(est.transform, (weighted_model_fn(place), replicate(weighted_model_fn(place, 2), 2)))
     with jax.numpy_dtype_promotion("standard"):
         state = plain.init(jax.random.key(0), x, y)
         if place in ("nowhere", "grad"):

@@ -5,19 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.model_fns import minimizing, zeros
-from testing.towers import cpus, one_step
+from testing.model_fns import minimizing, ones, zeros
+from testing.towers import assert_close, one_step, replicate
 
 import estimator as est
-from replicate import BlockSync, VariableDistribution, replicate_model_fn
+from replicate import BlockSync, VariableDistribution
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32) * 10
 Y = X.sum(1)
 
 
 def model_fn_with(optimizer, **options):
-    model_fn = minimizing(lambda x, y: jnp.mean((x @ zeros("w", (3,)) + zeros("b") - y) ** 2), optimizer, **options)
-    return model_fn
+    return minimizing(lambda x, y: jnp.mean((x @ zeros("w", (3,)) + zeros("b") - y) ** 2), optimizer, **options)
 
 
 def clipped_by_hand(steps, max_norm):
@@ -49,7 +48,7 @@ PLACES = [
 )
 def test_the_norm_is_of_the_gradients_of_the_whole_batch(max_norm, towers, options, where):
     optimizer = optax.chain(est.clip_by_global_norm(max_norm), optax.sgd(0.1))
-    model = est.transform(replicate_model_fn(model_fn_with(optimizer, **options), devices=cpus(towers), **where))
+    model = est.transform(replicate(model_fn_with(optimizer, **options), towers, **where))
     state, norms = model.init(jax.random.key(0), X, Y), []
     for _ in range(3):
         state, spec = model.train_step(state, X, Y)
@@ -62,32 +61,22 @@ def test_the_norm_is_of_the_gradients_of_the_whole_batch(max_norm, towers, optio
 
 def test_towers_that_train_on_their_own_report_the_norm_of_the_first():
     optimizer = optax.chain(est.clip_by_global_norm(None), optax.sgd(0.1))
-    towers = replicate_model_fn(model_fn_with(optimizer), devices=cpus(2), block_sync=BlockSync(block_steps=4))
-    alone = replicate_model_fn(model_fn_with(optimizer), devices=cpus(1))
-    models = [est.transform(towers), est.transform(alone)]
-    (_, got), (_, want) = (
-        model.train_step(model.init(jax.random.key(0), x, y), x, y)
-        for model, (x, y) in zip(models, [(X, Y), (X[:4], Y[:4])], strict=True)
-    )
-    assert got.train_op.gradient_norms.keys() == want.train_op.gradient_norms.keys()
-    np.testing.assert_allclose(
-        got.train_op.gradient_norms["optimizer"], want.train_op.gradient_norms["optimizer"], rtol=1e-5
-    )
+    _, got = one_step(replicate(model_fn_with(optimizer), 2, block_sync=BlockSync(block_steps=4)), X, Y)
+    _, want = one_step(replicate(model_fn_with(optimizer), 1), X[:4], Y[:4])
+    assert_close(got.train_op.gradient_norms, want.train_op.gradient_norms, rtol=1e-5)
 
 
 def test_the_norm_of_looked_up_rows_is_the_norm_of_the_table(messages):
     ids, y = np.array([[3, 5, 3], [7, 7, 9]]), np.ones(2, np.float32)
     chain = optax.chain(est.clip_by_global_norm(1.0), optax.sgd(0.5))
     results = []
+
+    def loss_of(features, labels):
+        rows = est.embedding_lookup("words", features, (50, 2), initializer=jax.nn.initializers.ones)
+        return jnp.mean((10 * rows @ ones("w", (2,)) - labels[:, None]) ** 2)
+
     for optimizer in (chain, est.lazy(chain), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))):
-
-        def model_fn(features, labels, mode, optimizer=optimizer):
-            rows = est.embedding_lookup("words", features, (50, 2), initializer=jax.nn.initializers.ones)
-            w = est.get_variable("w", (2,), initializer=jax.nn.initializers.ones)
-            loss = jnp.mean((10 * rows @ w - labels[:, None]) ** 2)
-            return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optimizer).minimize(loss))
-
-        state, spec = one_step(model_fn, ids, y)
+        state, spec = one_step(minimizing(loss_of, est.Optimizer(optimizer)), ids, y)
         results.append((state.variables, spec.train_op.gradient_norms))
     assert results[0][1] == results[1][1] and results[0][1]["optimizer"] > 1
     for variables, _ in results[1:]:
@@ -95,30 +84,22 @@ def test_the_norm_of_looked_up_rows_is_the_norm_of_the_table(messages):
     assert not any("as dense arrays" in message for message in messages())
 
 
-def test_a_norm_that_overflows_in_half_precision_is_reported():
-    gradients = {"w": jnp.full(4, 300.0, jnp.float16)}
-    transformation = est.clip_by_global_norm(3.0)
+KINDS = {  # gradients, the norm to clip to, their norm, what they become
+    "in half precision where the norm overflows": ([np.full(4, 300, np.float16)], 3.0, 600, [np.full(4, 1.5)]),
+    "complex by their absolute value": ([np.array([3 + 4j], np.complex64)], 1.0, 5, [[0.6 + 0.8j]]),
+    "all to nan where the norm is not finite": ([np.float32([np.inf]), np.ones(2)], 1.0, np.inf, [np.nan, np.nan]),
+}
+
+
+@pytest.mark.parametrize(("gradients", "max_norm", "norm", "want"), KINDS.values(), ids=KINDS)
+def test_gradients_are_clipped(gradients, max_norm, norm, want):
+    gradients, transformation = jax.tree.map(jnp.asarray, gradients), est.clip_by_global_norm(max_norm)
     with jax.numpy_dtype_promotion("standard"):
         clipped, state = transformation.update(gradients, transformation.init(gradients))
-    assert state.gradient_norm == 600 and state.gradient_norm.dtype == jnp.float32
-    np.testing.assert_array_equal(clipped["w"], np.full(4, 1.5, np.float16))
-
-
-def test_a_complex_gradient_is_clipped_by_its_absolute_value():
-    gradients = {"w": jnp.array([3 + 4j], jnp.complex64)}
-    transformation = est.clip_by_global_norm(1.0)
-    with jax.numpy_dtype_promotion("standard"):
-        clipped, state = transformation.update(gradients, transformation.init(gradients))
-    np.testing.assert_allclose(clipped["w"], [0.6 + 0.8j], rtol=1e-6)
-    assert state.gradient_norm == 5
-
-
-def test_a_norm_that_is_not_finite_makes_all_gradients_nan():
-    gradients = {"v": jnp.array([jnp.inf]), "w": jnp.ones(2)}
-    transformation = est.clip_by_global_norm(1.0)
-    clipped, state = transformation.update(gradients, transformation.init(gradients))
-    assert np.isnan(clipped["v"]).all() and np.isinf(state.gradient_norm)
-    assert np.isnan(clipped["w"]).all()
+    assert state.gradient_norm == norm and state.gradient_norm.dtype == jnp.float32
+    for got, wanted, given in zip(clipped, want, gradients, strict=True):
+        assert got.dtype == given.dtype
+        np.testing.assert_allclose(got, np.broadcast_to(wanted, got.shape), rtol=1e-6)
 
 
 @pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), True, "1", jnp.ones(())])
@@ -135,7 +116,7 @@ def test_a_call_as_in_tensorflow_says_what_to_write():
 @pytest.mark.quick
 def test_the_log_and_summaries_show_it_beside_the_loss(tmp_path, messages):
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
+        w = zeros("w", (3,))
         losses = {name: jnp.mean((features @ w - labels * size) ** 2) for name, size in (("a", 1.0), ("b", 2.0))}
         chain = optax.chain(est.clip_by_global_norm(1.0), optax.sgd(0.1))
         train_ops = [est.Optimizer(chain, name=name).minimize(loss) for name, loss in losses.items()]

@@ -1,7 +1,5 @@
 """Learning rates under `optax.inject_hyperparams`: seen, set, set by hooks, logged and summarised."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +9,10 @@ from testing.estimators import Linear, X, Y, endless, make, times
 from testing.hooks import Noted
 from testing.model_fns import minimizing, ones
 from testing.summaries import read
-from testing.towers import one_step, started
+from testing.towers import one_step, replicate, started
 
 import estimator as est
-from replicate import VariableDistribution, replicate_model_fn
+from replicate import VariableDistribution
 
 inject = optax.inject_hyperparams
 PARAMS = {"w": jnp.ones(2), "learning_rate": jnp.ones(3)}  # one called so, to be left alone
@@ -66,20 +64,16 @@ def test_each_rate_is_listed_and_set_alone(kind):
 
 
 def test_rates_of_optimizers_with_a_loss_scale_and_of_half_precision():
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (2, 1), dtype=jnp.bfloat16)
-        loss = jnp.mean(features.astype(jnp.bfloat16) @ w)
-        optimizer = est.Optimizer(inject(optax.sgd)(0.1), name="scaled", loss_scale=est.DynamicLossScale())
-        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
-
-    state = est.set_learning_rate(est.transform(model_fn).init(jax.random.key(0), X), "scaled", np.float32(0.3))
+    optimizer = est.Optimizer(inject(optax.sgd)(0.1), name="scaled", loss_scale=est.DynamicLossScale())
+    model_fn = minimizing(lambda x, y: jnp.mean(x.astype(jnp.bfloat16) @ ones("w", (2, 1), jnp.bfloat16)), optimizer)
+    state = est.set_learning_rate(started(model_fn, X)[1], "scaled", np.float32(0.3))
     assert est.learning_rates(state) == {"scaled": float(jnp.bfloat16(0.3))}
     assert state.slots["scaled"].inner.hyperparams["learning_rate"].dtype == jnp.bfloat16
 
 
 def on_two_towers(distribution):
     model_fn = minimizing(lambda x, y: jnp.mean((x @ ones("w", (2, 1)) - y) ** 2), inject(optax.sgd)(0.01))
-    return replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"], variable_distribution=distribution)
+    return replicate(model_fn, 2, variable_distribution=distribution)
 
 
 @pytest.mark.quick
@@ -222,19 +216,18 @@ def test_logs_and_summaries_have_the_rate_of_their_step(steps_per_loop, tmp_path
         return spec
 
     class Values(est.Hook):
-        rates = []  # noqa: RUF012
-
         def next_step(self, step):
             return step + 7
 
         def after_run(self, context, values):
-            self.rates.append(values.learning_rates)
+            rates.append(values.learning_rates)
 
+    rates = []
     config = {"steps_per_loop": steps_per_loop, "log_step_count_steps": 3, "save_summary_steps": 5}
     make(str(tmp_path), model_fn, **config).train(endless, [Values()], steps=12)
     rate = {step: float(np.float32(0.01 / step)) for step in range(1, 13)}
     assert read(str(tmp_path), "learning_rate") == pytest.approx({step: rate[step] for step in (1, 6, 11)})
-    assert Values.rates.pop() == pytest.approx({"optimizer": rate[7]})
+    assert rates.pop() == pytest.approx({"optimizer": rate[7]})
     lines = [text for text in messages() if text.startswith("loss = ")]
     for step, line in zip((1, 3, 6, 9, 12), lines, strict=True):
         assert f", step = {step}, learning_rate = {rate[step]:.6g}" in line
@@ -248,13 +241,22 @@ def test_rates_on_devices_of_variables_outlive_the_state_that_the_next_step_take
     assert read(str(tmp_path), "learning_rate") == pytest.approx(expected)
 
 
+def of_two(*transformations):
+    """Two losses with an optimizer for each, "of_a" and "of_b"."""
+
+    def model_fn(features, labels, mode):
+        losses = {name: jnp.mean((features @ est.get_variable(name, (2, 1)) - labels) ** 2) for name in "ab"}
+        pairs = zip(losses.items(), transformations, strict=True)
+        ops = [est.Optimizer(tx, name=f"of_{name}").minimize(loss, [name]) for (name, loss), tx in pairs]
+        return est.EstimatorSpec(mode, loss=sum(losses.values()), train_op=est.group(*ops))
+
+    return model_fn
+
+
 def test_several_rates_are_shown_by_name_and_one_that_the_model_shows_itself_stays(tmp_path, messages):
     def model_fn(features, labels, mode):
-        losses = [jnp.mean((features @ est.get_variable(name, (2, 1)) - labels) ** 2) for name in "ab"]
-        pairs = zip("ab", losses, (inject(optax.sgd)(0.01), inject(optax.adam)(0.02)), strict=True)
-        ops = [est.Optimizer(tx, name=f"of_{name}").minimize(loss, [name]) for name, loss, tx in pairs]
         est.summary.scalar("learning_rate/of_b", jnp.float32(7))
-        return est.EstimatorSpec(mode, loss=sum(losses), train_op=est.group(*ops))
+        return of_two(inject(optax.sgd)(0.01), inject(optax.adam)(0.02))(features, labels, mode)
 
     config = {"log_step_count_steps": 2, "save_summary_steps": 1}
     estimator = make(str(tmp_path), model_fn, **config).train(endless, steps=2)
@@ -266,12 +268,6 @@ def test_several_rates_are_shown_by_name_and_one_that_the_model_shows_itself_sta
 
 @pytest.mark.quick
 def test_of_two_optimizers_the_one_with_a_rate_is_named_everywhere_alike(tmp_path, messages):
-    def model_fn(features, labels, mode):
-        losses = [jnp.mean((features @ est.get_variable(name, (2, 1)) - labels) ** 2) for name in "ab"]
-        pairs = zip("ab", losses, (inject(optax.sgd)(0.01), optax.adam(0.02)), strict=True)
-        ops = [est.Optimizer(tx, name=f"of_{name}").minimize(loss, [name]) for name, loss, tx in pairs]
-        return est.EstimatorSpec(mode, loss=sum(losses), train_op=est.group(*ops))
-
     seen = []
 
     def look(context, values):
@@ -279,10 +275,9 @@ def test_of_two_optimizers_the_one_with_a_rate_is_named_everywhere_alike(tmp_pat
         for name in context.report.learning_rates:
             context.set_learning_rate(name, 0.5)
 
-    hooks = [Noted("", [], after_run=look)]
-    estimator = make(str(tmp_path), model_fn, save_summary_steps=1, log_step_count_steps=1).train(
-        endless, hooks, steps=2
-    )
+    model_fn = of_two(inject(optax.sgd)(0.01), optax.adam(0.02))
+    estimator = make(str(tmp_path), model_fn, save_summary_steps=1, log_step_count_steps=1)
+    estimator.train(endless, [Noted("", [], after_run=look)], steps=2)
     assert seen[-1] == ({"of_a": 0.5}, {"of_a": 0.5}, ["of_a"])
     assert read(estimator.model_dir, "learning_rate/of_a") == pytest.approx({1: 0.01, 2: 0.5})
     assert any("step = 2, learning_rate/of_a = 0.5" in text for text in messages())
@@ -305,7 +300,7 @@ def test_rates_of_a_checkpoint_match_its_state(tmp_path):
     def look(context, values):
         rates.update(est.learning_rates(context.state))
 
-    estimator.train(lambda: itertools.repeat((X, Y)), [Noted("", [], after_run=look)], steps=2)
+    estimator.train(endless, [Noted("", [], after_run=look)], steps=2)
     want = {"two/inner_states/a/inner_state": 0.01, "two/inner_states/b/inner_state": 0.25}
     assert rates == estimator.get_learning_rates() == pytest.approx(want)
 

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import make
-from testing.model_fns import minimizing
-from testing.towers import FOUR, assert_close, bits, cpus, mlp_model_fn, regression, replicate, started
+from testing.model_fns import minimizing, ones, zeros
+from testing.towers import FOUR, assert_close, bits, mlp_model_fn, regression, replicate, started
 
 import estimator as est
-from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate import TowerOptimizer, VariableDistribution
 from replicate.cross_tower_ops import AllReduce
 
 ROWS = np.ones((8, 3), np.float32) * np.array([0, 1, 2], np.float32)
@@ -30,7 +30,7 @@ def linear(loss_scale, optimizer=optax.adam):
 
     def loss_of(features, labels):
         w = est.get_variable("w", lambda key: jnp.array(W))
-        est.get_variable("seen", (3,), initializer=jax.nn.initializers.zeros, trainable=False)
+        zeros("seen", (3,), trainable=False)
         est.assign_add("seen", features.sum(0))
         return jnp.mean(features @ w)
 
@@ -52,7 +52,7 @@ def scales(model_fn, batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2, 8])
+@pytest.mark.parametrize("towers", [1, 8])
 @pytest.mark.usefixtures("users_compiler")
 def test_a_loss_scale_changes_no_bit_in_float32(towers):
     """Where an optimizer adds two products, the compiler may fuse either with the sum: that can change the last bit."""
@@ -64,16 +64,15 @@ def test_a_loss_scale_changes_no_bit_in_float32(towers):
     want_state, want = run(None)
     state, spec = run(est.DynamicLossScale(growth_interval=2))
     assert bits(state.variables) == bits(want_state.variables)
-    assert bits((spec.loss, spec.predictions, spec.eval_metric_ops)) == bits(
-        (want.loss, want.predictions, want.eval_metric_ops)
-    )
+    seen, wanted = ((each.loss, each.predictions, each.eval_metric_ops) for each in (spec, want))
+    assert bits(seen) == bits(wanted)
     slots = state.slots["optimizer"]
     assert bits(slots.inner) == bits(want_state.slots["optimizer"])
     assert (slots.scale, slots.good_steps) == (2.0**17, 1)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers, bad_row, value", [(None, 0, np.inf), (1, 3, np.nan), (2, 4, np.nan), (8, 5, np.inf)])
+@pytest.mark.parametrize("towers, bad_row, value", [(None, 0, np.inf), (1, 3, np.nan), (8, 5, np.inf)])
 @pytest.mark.usefixtures("users_compiler")
 def test_an_update_that_is_not_finite_is_skipped(towers, bad_row, value):
     model, state = started(replicate(linear(est.DynamicLossScale(initial_scale=8.0)), towers), ROWS)
@@ -92,25 +91,17 @@ def test_an_update_that_is_not_finite_is_skipped(towers, bad_row, value):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "where",
-    [
-        *({"variable_distribution": distribution} for distribution in list(VariableDistribution)[1:]),
-        {"cross_tower_ops": AllReduce("recursive_halving_doubling", compress_dtype=jnp.bfloat16)},
-    ],
-    ids=[*list(VariableDistribution)[1:], "compressed"],
-)
+@pytest.mark.parametrize("where", [*list(VariableDistribution)[1:], "compressed"])
 def test_wherever_the_variables_live(where):
     def run(**where):
         model_fn = linear(est.DynamicLossScale(initial_scale=8.0), optax.sgd)
-        bad = with_row(5, np.inf)
-        return trained(replicate_model_fn(model_fn, devices=cpus(4), **where), np.stack([ROWS, bad, ROWS]))
+        state, spec = trained(replicate(model_fn, 4, **where), np.stack([ROWS, with_row(5, np.inf), ROWS]))
+        return state.variables, state.slots, spec.loss[::2]
 
-    (state, spec), (want_state, want) = run(**where), run()
-    assert want_state.slots["optimizer"].scale == 4.0
-    assert_close(
-        (state.variables, state.slots, spec.loss[::2]), (want_state.variables, want_state.slots, want.loss[::2])
-    )
+    compressed = {"cross_tower_ops": AllReduce("recursive_halving_doubling", compress_dtype=jnp.bfloat16)}
+    got, want = run(**(compressed if where == "compressed" else {"variable_distribution": where})), run()
+    assert want[1]["optimizer"].scale == 4.0
+    assert_close(got, want)
 
 
 def test_the_scale_grows_shrinks_and_has_a_floor():
@@ -127,7 +118,7 @@ def test_the_factor_is_the_users_and_the_scale_stays_finite():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers", [1, 2, 8])
+@pytest.mark.parametrize("towers", [1, 8])
 def test_compute_gradients_are_unscaled(towers):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", lambda key: jnp.array(W))
@@ -150,8 +141,7 @@ def test_optimizers_that_all_compute_before_they_apply_have_their_own_scales():
     """The backward pass overflows in float16 with either scale, of which each shrinks until its own fits."""
 
     def model_fn(features, labels, mode):
-        a = est.get_variable("a", (), initializer=jax.nn.initializers.ones)
-        b = est.get_variable("b", (), initializer=jax.nn.initializers.ones)
+        a, b = ones("a"), ones("b")
         half = features.astype(jnp.float16)
         optimizers = [TowerOptimizer(optax.sgd(0.0), loss_scale=est.DynamicLossScale(2.0**18)) for _ in "ab"]
         losses = [jnp.mean(a.astype(jnp.float16) * half, dtype=jnp.float32) * 4.0, b * features.mean()]
@@ -183,15 +173,13 @@ def test_a_gradient_with_a_loss_scale_is_applied_by_its_optimizer_alone(scale_of
 
 def half_precision(dtype, loss_scale):
     def loss_of(features, labels):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        outputs = w.astype(dtype) * features.astype(dtype)
-        return 1e-8 * jnp.mean(outputs, dtype=jnp.float32)
+        return 1e-8 * jnp.mean(ones("w").astype(dtype) * features.astype(dtype), dtype=jnp.float32)
 
     return minimizing(loss_of, optax.sgd(1e7), loss_scale=loss_scale)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers", [1, 2, 8])
+@pytest.mark.parametrize("towers", [1, 8])
 def test_gradients_that_vanish_in_float16_come_through_with_a_scale(towers):
     rows = np.ones((1, 8), np.float32)
 
@@ -214,12 +202,10 @@ def test_the_sum_over_towers_is_in_float32(dtype):
 
 
 def test_a_scale_beyond_float16_unscales_variables_in_float16():
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), jnp.float16, initializer=jax.nn.initializers.ones)
-        loss = jnp.mean(w.astype(jnp.float32) * features) / 1024
-        optimizer = TowerOptimizer(optax.sgd(1.0), loss_scale=est.DynamicLossScale(2.0**17))
-        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+    def loss_of(features, labels):
+        return jnp.mean(ones("w", dtype=jnp.float16).astype(jnp.float32) * features) / 1024
 
+    model_fn = minimizing(loss_of, optax.sgd(1.0), loss_scale=est.DynamicLossScale(2.0**17))
     state, _ = trained(model_fn, np.ones((1, 4), np.float32))
     assert state.variables["w"] == 1 - 2.0**-10
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing import refused
 from testing.model_fns import minimizing, ones, run
 from testing.towers import replicate, started
 
@@ -15,10 +16,8 @@ from replicate import TowerOptimizer
 
 
 def two_variables():
-    a = est.get_variable("a", (), initializer=jax.nn.initializers.ones)
-    b = est.get_variable("b", (2,), initializer=jax.nn.initializers.ones)
     est.get_variable("fixed", (), initializer=jax.nn.initializers.ones, trainable=False)
-    return a + b.sum()
+    return ones("a") + ones("b", (2,)).sum()
 
 
 def test_var_list_and_none_leave_the_others_as_they_are():
@@ -180,33 +179,24 @@ def test_arguments_of_tensorflow_are_errors_that_say_what_to_write(call, message
         run(body, mode)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (
-            lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5),
-            ValueError,
-            "`optax.lookahead` needs each variable as a pair",
-        ),
-        (
-            lambda: optax.chain(optax.monitor({"n": optax.tree.norm})),
-            ValueError,
-            "`optax.monitor` adds its measurements",
-        ),
-        (lambda: optax.contrib.dpsgd(0.1, 1.0, 0.1, 0), ValueError, "need a gradient of each example"),
-        (
-            lambda: optax.sgd,
-            TypeError,
-            r"`sgd` needs \['learning_rate'\]. .*, or `Optimizer\(sgd, learning_rate=0.1\)`",
-        ),
-        (lambda: lambda rate: optax.sgd(rate), TypeError, r"`<lambda>` needs \['rate'\]"),
+NOT_HERE = {
+    ValueError: [
+        (lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5), "`optax.lookahead` needs each variable as a pair"),
+        (lambda: optax.chain(optax.monitor({"n": optax.tree.norm})), "`optax.monitor` adds its measurements"),
+        (lambda: optax.contrib.dpsgd(0.1, 1.0, 0.1, 0), "need a gradient of each example"),
         (
             lambda: optax.GradientTransformation(lambda p: {"n": jnp.zeros(())}, lambda g, s, p=None: (g, {})),
-            ValueError,
             r"'optimizer' changes the structure of its slots.*: \[\"\['n'\]\"\] is of other shapes",
         ),
     ],
-)
+    TypeError: [
+        (lambda: optax.sgd, r"`sgd` needs \['learning_rate'\]. .*, or `Optimizer\(sgd, learning_rate=0.1\)`"),
+        (lambda: lambda rate: optax.sgd(rate), r"`<lambda>` needs \['rate'\]"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("error", "make", "message"), refused.rows(NOT_HERE))
 @pytest.mark.filterwarnings("ignore")
 def test_optimizers_that_do_not_work_here_say_what_they_need(make, error, message):
     with pytest.raises(error, match=message):
@@ -214,12 +204,11 @@ def test_optimizers_that_do_not_work_here_say_what_they_need(make, error, messag
 
 
 def test_slots_keep_their_dtypes(tmp_path):
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), jnp.bfloat16, jax.nn.initializers.ones)
-        loss = jnp.mean((w.astype(jnp.float32) * est.get_variable("v", ()) * features) ** 2)
-        optimizer = est.Optimizer(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9))
-        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+    def loss_of(features, labels):
+        w = ones("w", dtype=jnp.bfloat16).astype(jnp.float32)
+        return jnp.mean((w * est.get_variable("v", ()) * features) ** 2)
 
+    model_fn = minimizing(loss_of, est.Optimizer(optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9)))
     x = np.ones(2, np.float32)
     model, state = started(model_fn, x)
     after, _ = model.train_step(state, x)
@@ -244,15 +233,14 @@ def test_a_bare_optax_transformation_is_an_error_with_the_line_to_write():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("towers", [1, 2])
-@pytest.mark.parametrize("method", ["minimize", "apply_gradients"])
-def test_a_complex_variable_moves_downhill_as_in_tensorflow(towers, method):
+@pytest.mark.parametrize(
+    "update", [TowerOptimizer.minimize, lambda own, loss: own.apply_gradients(own.compute_gradients(loss))]
+)
+def test_a_complex_variable_moves_downhill_as_in_tensorflow(towers, update):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (), jnp.complex64, lambda key, shape, dtype: jnp.asarray(1 + 1j, dtype))
         loss = jnp.mean(jnp.abs(features * w - labels) ** 2)
-        optimizer = TowerOptimizer(optax.sgd(0.1))
-        if method == "minimize":
-            return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
-        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.apply_gradients(optimizer.compute_gradients(loss)))
+        return est.EstimatorSpec(mode, loss=loss, train_op=update(TowerOptimizer(optax.sgd(0.1)), loss))
 
     x = np.array([1.0, 2.0, 0.5, 1.0], np.complex64)
     y = x * np.complex64(2 + 3j)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.model_fns import ones
 from testing.towers import cpus, started
 
 import estimator as est
@@ -25,8 +26,7 @@ class UnitNorm:
 
 
 def model_fn(features, labels, mode):
-    w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
-    loss = jnp.mean((features @ w - labels) ** 2)
+    loss = jnp.mean((features @ ones("w", (3,)) - labels) ** 2)
     train_op = est.group(TowerOptimizer(optax.sgd(0.1)).minimize(loss), est.TrainOp(moves=(UnitNorm(("w",)),)))
     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 

@@ -1,5 +1,6 @@
 """Moving averages of variables: their numbers, where they are read, and what a step that is skipped does to them."""
 
+import functools
 import re
 
 import jax
@@ -8,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 from testing import refused
-from testing.towers import cpus, started
+from testing.model_fns import minimizing, ones
+from testing.towers import replicate, started
 
 import estimator as est
-from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate import BlockSync, TowerOptimizer, VariableDistribution
 
 RNG = np.random.default_rng(0)
 STEPS, ROWS = 6, 8
@@ -36,8 +38,10 @@ def model_of(ema=lambda: est.ExponentialMovingAverage(0.8), optimizer=TowerOptim
     return model_fn
 
 
-def by_hand(decay_of=lambda n: 0.8, steps=range(STEPS)):
-    """The variables and their averages after training by plain jax and optax."""
+@functools.cache
+def by_hand(decay=None):
+    """The variables and their averages after training by plain jax and optax, where few updates make `decay` smaller.
+    If None, it is 0.8."""
 
     def loss_of(params, x, y):
         hidden = jnp.tanh(x @ params["net/hidden/kernel"] + params["net/hidden/bias"])
@@ -47,11 +51,12 @@ def by_hand(decay_of=lambda n: 0.8, steps=range(STEPS)):
     params = {name: value for name, value in state.variables.items() if not name.endswith(END)}
     optimizer = optax.adam(0.05)
     slots, averages = optimizer.init(params), params
-    for n, i in enumerate(steps):
+    for n, batch in enumerate(BATCHES):
         with jax.numpy_dtype_promotion("standard"):
-            updates, slots = optimizer.update(jax.grad(loss_of)(params, *BATCHES[i]), slots)
+            updates, slots = optimizer.update(jax.grad(loss_of)(params, *batch), slots)
         params = optax.apply_updates(params, updates)
-        averages = optax.incremental_update(params, averages, 1 - decay_of(n))
+        step = 1 - (0.8 if decay is None else min(decay, (1 + n) / (10 + n)))
+        averages = optax.incremental_update(params, averages, step)
     return params, averages
 
 
@@ -64,26 +69,54 @@ def trained(model_fn, batches=BATCHES, at_once=False):
     return model, state
 
 
-def assert_averages(state, want, **tolerance):
+def assert_averages(state, want, atol):
     params, averages = want
     assert {name for name in state.variables if name.endswith(END)} == {f"{name}/{END}" for name in averages}
     for name, value in averages.items():
-        np.testing.assert_allclose(state.variables[name], params[name], **tolerance or {"atol": 1e-6})
-        np.testing.assert_allclose(state.variables[f"{name}/{END}"], value, **tolerance or {"atol": 1e-6})
-
-
-@pytest.fixture(scope="module")
-def want():
-    return by_hand()
+        np.testing.assert_allclose(state.variables[name], params[name], atol=atol)
+        np.testing.assert_allclose(state.variables[f"{name}/{END}"], value, atol=atol)
 
 
 # The law: the numbers of a loop of optax.
 
 
+def counting(decay, **options):
+    return lambda: est.ExponentialMovingAverage(decay, num_updates=est.global_step(), **options)
+
+
+def with_a_bad_batch(value):
+    return [*BATCHES[:3], (np.full_like(X[0], value), Y[0]), *BATCHES[3:]]
+
+
+PLACEMENTS = [{"variable_distribution": each} for each in VariableDistribution] + [{"devices_per_tower": 2}]
+debiased = model_of(counting(0.15, zero_debias=True))
+in_micro_batches = model_of(counting(0.8), functools.partial(TowerOptimizer, accumulate_steps=2))
+scaled = model_of(optimizer=functools.partial(est.Optimizer, loss_scale=est.DynamicLossScale(2.0**4)))
+RUNS = {  # a model_fn, how it is trained, and the decay that the number of updates makes smaller in the beginning
+    "after the update": (model_of(), {}, None),
+    "before the update": (model_of(order=-1), {}, None),
+    "in a loop of steps": (model_of(), {"at_once": True}, None),
+    **{f"{n} towers, num_updates": (replicate(debiased, n), {}, 0.15) for n in (1, 4)},
+    **{f"{n} towers, micro-batches": (replicate(in_micro_batches, n), {"at_once": True}, 0.8) for n in (1, 2)},
+    **{f"4 towers, {[*each.values()][0]}": (replicate(model_of(), 4, **each), {}, None) for each in PLACEMENTS},
+    "2 towers, a skipped step": (replicate(model_of(), 2, on_nan="skip"), {"batches": with_a_bad_batch(np.nan)}, None),
+    "a step that a loss scale skips": (scaled, {"batches": with_a_bad_batch(np.inf)}, None),
+}
+QUICK = [*list(RUNS)[::3], *list(RUNS)[-2:]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [1, -1])
-def test_averages_match_a_loop_by_optax(want, order):
-    assert_averages(trained(model_of(order=order))[1], want)
+@pytest.mark.parametrize("run", [pytest.param(each, marks=[pytest.mark.quick] * (each in QUICK)) for each in RUNS])
+def test_averages_match_a_loop_by_optax(run):
+    model_fn, how, decay = RUNS[run]
+    _, state = trained(model_fn, **how)
+    want = by_hand(decay)
+    assert_averages(state, want, atol=2e-5 if "towers" in run or "loss scale" in run else 1e-6)
+    if "skipped" in run:
+        assert est.skipped_steps(state) == 1
+    if "sharded" in run:
+        for name in want[1]:
+            assert state.variables[f"{name}/{END}"].sharding == state.variables[name].sharding
 
 
 # What tf.train.ExponentialMovingAverage (TensorFlow 2.21) made of a variable that is 1, then 2, 4, 8 and 16.
@@ -96,7 +129,7 @@ OF_TENSORFLOW = {
 @pytest.mark.parametrize(("decay", "counts"), OF_TENSORFLOW)
 def test_averages_match_tensorflow(decay, counts):
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        w = ones("w")
         ema = est.ExponentialMovingAverage(decay, est.global_step() if counts else None)
         train_op = est.Optimizer(optax.sgd(1.0)).minimize(-jnp.mean(features * w))
         return est.EstimatorSpec(mode, loss=w, train_op=est.group(train_op, ema.apply(est.trainable_variables())))
@@ -107,74 +140,32 @@ def test_averages_match_tensorflow(decay, counts):
         np.testing.assert_allclose(state.variables[f"w/{END}"], want, rtol=1e-6)
 
 
-PLACEMENTS = [{"variable_distribution": each} for each in VariableDistribution] + [{"devices_per_tower": 2}]
+def averaged(loss_of, optimizer, decay=0.5):
+    """A model_fn that minimizes `loss_of(features, labels)` and averages all variables."""
 
+    def model_fn(features, labels, mode):
+        spec = minimizing(loss_of, optimizer)(features, labels, mode)
+        return spec._replace(train_op=est.group(spec.train_op, est.ExponentialMovingAverage(decay).apply()))
 
-@pytest.mark.quick
-@pytest.mark.parametrize("options", PLACEMENTS, ids=str)
-def test_they_are_the_same_on_four_towers_wherever_variables_are(want, options):
-    model, state = trained(replicate_model_fn(model_of(), devices=cpus(4), **options))
-    assert_averages(state, want, atol=2e-5)
-    for name, array in state.variables.items():
-        if name.endswith(END) and options.get("variable_distribution") == VariableDistribution.SHARDED:
-            assert array.sharding == state.variables[name.removesuffix(f"/{END}")].sharding
+    return model_fn
 
 
 def test_an_average_is_cut_over_the_devices_of_a_tower_as_its_variable_is():
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w = est.get_variable("w", (4, 8), partition=(None, "part"))
         net = est.get_variable("net", lambda key: {"a": jnp.ones((8, 4))}, partition=lambda x: ("part", None))
-        loss = jnp.mean((features @ w @ net["a"]) ** 2)
-        train_op = est.group(TowerOptimizer(optax.sgd(0.1)).minimize(loss), est.ExponentialMovingAverage(0.5).apply())
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return jnp.mean((features @ w @ net["a"]) ** 2)
 
-    replicated = replicate_model_fn(model_fn, devices=cpus(4), devices_per_tower=2)
+    replicated = replicate(averaged(loss_of, TowerOptimizer(optax.sgd(0.1))), 4, devices_per_tower=2)
     variables = trained(replicated, [(X[0], None)])[1].variables
     assert variables[f"w/{END}"].sharding == variables["w"].sharding
     assert variables["w"].addressable_data(0).shape == (4, 4)
     assert variables[f"net/{END}"]["a"].addressable_data(0).shape == (4, 4)
 
 
-@pytest.mark.slow
-def test_a_loop_of_steps_and_micro_batches_change_nothing(want):
-    assert_averages(trained(model_of(), at_once=True)[1], want)
-    count = model_of(
-        lambda: est.ExponentialMovingAverage(0.8, num_updates=est.global_step()),
-        lambda optimizer: TowerOptimizer(optimizer, accumulate_steps=2),
-    )
-    slower = by_hand(lambda n: min(0.8, (1 + n) / (10 + n)))
-    for towers in (1, 2):
-        state = trained(replicate_model_fn(count, devices=cpus(towers)), at_once=True)[1]
-        assert_averages(state, slower, atol=2e-5)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("towers", [1, 4])
-def test_num_updates_makes_them_faster_in_the_beginning(towers):
-    model_fn = model_of(lambda: est.ExponentialMovingAverage(0.15, num_updates=est.global_step(), zero_debias=True))
-    want = by_hand(lambda n: min(0.15, (1 + n) / (10 + n)))
-    assert_averages(trained(replicate_model_fn(model_fn, devices=cpus(towers)))[1], want, atol=2e-5)
-
-
-def test_a_skipped_step_leaves_them_as_they_are():
-    batches = [*BATCHES[:3], (np.full_like(X[0], np.nan), Y[0]), *BATCHES[3:]]
-    model_fn = replicate_model_fn(model_of(), devices=cpus(2), on_nan="skip")
-    _, state = trained(model_fn, batches)
-    assert est.skipped_steps(state) == 1
-    assert_averages(state, by_hand(), atol=2e-5)
-
-
-def test_a_step_that_a_loss_scale_skips_leaves_them_as_they_are():
-    batches = [*BATCHES[:3], (np.full_like(X[0], np.inf), Y[0]), *BATCHES[3:]]
-    scaled = model_of(optimizer=lambda optimizer: est.Optimizer(optimizer, loss_scale=est.DynamicLossScale(2.0**4)))
-    assert_averages(trained(scaled, batches)[1], by_hand(), atol=2e-5)
-
-
 def test_with_block_sync_they_follow_the_global_variables():
     """Which change at the end of a block; in each step of it, the averages move towards them once."""
-    ema = lambda: est.ExponentialMovingAverage(0.8, num_updates=est.global_step())  # noqa: E731
-    replicated = replicate_model_fn(model_of(ema), devices=cpus(2), block_sync=BlockSync(3))
-    model, state = started(replicated, *BATCHES[0])
+    model, state = started(replicate(model_of(counting(0.8)), 2, block_sync=BlockSync(3)), *BATCHES[0])
     want = dict(state.variables)
     for n, batch in enumerate(BATCHES):
         state, _ = model.train_step(state, *batch)
@@ -189,15 +180,15 @@ def test_with_block_sync_they_follow_the_global_variables():
         assert not np.allclose(state.variables[name], state.variables[name.removesuffix(f"/{END}")], atol=1e-4)
 
 
-def evaluating(**kwargs):
-    return model_of(lambda: est.ExponentialMovingAverage(0.8, eval_with_averages=True), **kwargs)
+def evaluating():
+    return model_of(lambda: est.ExponentialMovingAverage(0.8, eval_with_averages=True))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("towers", [0, 1, 4])
-def test_evaluation_and_prediction_read_them_in_place_of_the_variables(want, towers):
-    model_fn = replicate_model_fn(evaluating(), devices=cpus(towers)) if towers else evaluating()
-    model, state = trained(model_fn)
+def test_evaluation_and_prediction_read_them_in_place_of_the_variables(towers):
+    want = by_hand()
+    model, state = trained(replicate(evaluating(), towers))
     assert_averages(state, want, atol=2e-5)
     plain = est.transform(model_of())
     instead = {f"{name}/{END}": value for name, value in want[1].items()} | want[1]
@@ -210,17 +201,17 @@ def test_evaluation_and_prediction_read_them_in_place_of_the_variables(want, tow
 
 
 @pytest.mark.slow
-def test_an_estimator_saves_them_and_exports_evaluates_and_predicts_with_them(tmp_path, want):
+def test_an_estimator_saves_them_and_exports_evaluates_and_predicts_with_them(tmp_path):
     config = est.RunConfig(save_checkpoints_steps=4, seed=0)
 
     def estimator():
-        return est.Estimator(replicate_model_fn(evaluating(), devices=cpus(2)), tmp_path / "model", config)
+        return est.Estimator(replicate(evaluating(), 2), tmp_path / "model", config)
 
     first = estimator().train(lambda: BATCHES[:3])
     first.train(lambda: BATCHES[3:])
     names = {name for name in first.get_variable_names() if name.endswith(END)}
     assert "net/hidden/kernel/ExponentialMovingAverage" in names and len(names) == 4
-    model, state = trained(replicate_model_fn(evaluating(), devices=cpus(2)))
+    model, state = trained(replicate(evaluating(), 2))
     for name in names:
         np.testing.assert_allclose(first.get_variable_value(name), state.variables[name], atol=1e-5)
     want = model.predict_step(state, X[0]).predictions
@@ -254,7 +245,7 @@ def test_average_reads_one_at_the_start_of_the_run_in_any_mode():
     assert predictions["average"] == state.variables["w/ema"] != predictions["w"]
 
 
-def test_a_getter_reads_them_as_in_tensorflow(want):
+def test_a_getter_reads_them_as_in_tensorflow():
     """The way of tf.train.ExponentialMovingAverage without a Saver: the network again, in a scope that reuses it."""
 
     def model_fn(features, labels, mode):
@@ -286,23 +277,17 @@ def test_a_getter_reads_them_as_in_tensorflow(want):
 
 
 def test_averages_of_a_pytree_are_a_pytree():
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         net = est.get_variable("net", lambda key: {"a": jnp.ones(2), "b": {"c": jnp.ones((), jnp.bfloat16)}})
-        loss = jnp.sum(net["a"]) * jnp.mean(features) + net["b"]["c"].astype(jnp.float32)
-        train_op = est.group(est.Optimizer(optax.sgd(1.0)).minimize(loss), est.ExponentialMovingAverage(0.5).apply())
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return jnp.sum(net["a"]) * jnp.mean(features) + net["b"]["c"].astype(jnp.float32)
 
-    _, state = trained(model_fn, [(np.ones(2, np.float32), None)])
-    average = state.variables[f"net/{END}"]
-    assert jax.tree.map(lambda x: (x.dtype.name, x.tolist()), average) == {
-        "a": ("float32", [0.5, 0.5]),
-        "b": {"c": ("float32", 0.5)},
-    }
+    _, state = trained(averaged(loss_of, est.Optimizer(optax.sgd(1.0))), [(np.ones(2, np.float32), None)])
+    average = jax.tree.map(lambda x: (x.dtype.name, x.tolist()), state.variables[f"net/{END}"])
+    assert average == {"a": ("float32", [0.5, 0.5]), "b": {"c": ("float32", 0.5)}}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("num_updates", [None, 10**6])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("dtype", "num_updates"), [(jnp.float32, None), (jnp.bfloat16, 10**6), (jnp.float16, None)])
 def test_the_average_of_a_constant_is_that_constant_in_any_dtype(dtype, num_updates):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (), dtype, lambda key, shape, dtype: jnp.asarray(1.9, dtype))
@@ -358,22 +343,19 @@ def test_variables_begin_as_averages_by_variables_to_restore(tmp_path):
 
 
 def test_a_train_op_without_its_half_is_an_error():
-    def with_op(choose):
+    def with_op(kept):
         def model_fn(features, labels, mode):
             loss = jnp.mean(features * est.get_variable("w", ()))
             train_op = est.Optimizer(optax.sgd(0.1)).minimize(loss)
             averages = est.ExponentialMovingAverage(0.9).apply(est.trainable_variables())
-            return est.EstimatorSpec(mode, loss=loss, train_op=choose(train_op, averages))
+            return est.EstimatorSpec(mode, loss=loss, train_op=(train_op, averages)[kept])
 
         return est.transform(model_fn)
 
     fix = "`est.group(train_op, ema.apply(est.trainable_variables()))`"
-    for choose, what in (
-        (lambda a, b: b, "the optimizers ['optimizer']"),
-        (lambda a, b: a, f"the averages ['w/{END}']"),
-    ):
-        with pytest.raises(ValueError, match=f"leaves out {re.escape(what)}.*{re.escape(fix)}"):
-            with_op(choose).init(jax.random.key(0), X[0])
+    for kept, left_out in ((1, "the optimizers ['optimizer']"), (0, f"the averages ['w/{END}']")):
+        with pytest.raises(ValueError, match=f"leaves out {re.escape(left_out)}.*{re.escape(fix)}"):
+            with_op(kept).init(jax.random.key(0), X[0])
 
 
 def test_averages_that_a_mode_would_pass_over_are_an_error():
@@ -436,13 +418,13 @@ def test_a_model_fn_around_a_replicated_one_has_averages_of_its_own():
     """Both are read in evaluation, though the outer ones were made before the inner ones were known."""
 
     def inner(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        w = ones("w")
         averages = est.ExponentialMovingAverage(0.5, eval_with_averages=True).apply(["w"])
         loss = jnp.mean(w * features)
         train_op = est.group(TowerOptimizer(optax.sgd(1.0)).minimize(loss), averages)
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
-    in_towers = replicate_model_fn(inner, devices=cpus(2))
+    in_towers = replicate(inner, 2)
 
     def outer(features, labels, mode):
         scale = est.get_variable("scale", (), initializer=jax.nn.initializers.ones, trainable=False)

@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 from testing import refused
-from testing.towers import cpus, started
+from testing.model_fns import ones
+from testing.towers import replicate, started
 
 import estimator as est
-from replicate import TowerOptimizer, replicate_model_fn
+from replicate import TowerOptimizer
 
 # Its mean over a batch, in steps, is 1, 2, 4, 8 and 16; the rows of a batch, and so the means of towers, differ.
 MEANS = [1.0, 2.0, 4.0, 8.0, 16.0]
@@ -18,8 +19,7 @@ BATCHES = [mean * np.linspace(0, 2, 8, dtype=np.float32) for mean in MEANS]
 
 def model_of(rate=0.0, decay=0.9, num_updates=None, zero_debias=False):
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss = jnp.mean(features) * w
+        loss = jnp.mean(features) * ones("w")
         ema = est.ExponentialMovingAverage(decay, num_updates and num_updates(), zero_debias, name="avg")
         averages = ema.apply([loss, -loss])
         est.record("average", ema.average(loss))
@@ -51,9 +51,7 @@ DEBIASED = [0.1 / 0.1, 0.29 / 0.19, 0.661 / 0.271, 1.3949 / 0.3439, 2.85541 / 0.
 @pytest.mark.parametrize("towers", [0, 1, 4])
 @pytest.mark.parametrize(("zero_debias", "want"), [(False, PLAIN), (True, DEBIASED)])
 def test_the_average_of_a_loss_is_tensorflows_on_any_number_of_towers(zero_debias, want, towers):
-    model_fn = model_of(zero_debias=zero_debias)
-    model_fn = replicate_model_fn(model_fn, devices=cpus(towers)) if towers else model_fn
-    np.testing.assert_allclose(averages_of(model_fn), want, rtol=2e-6)
+    np.testing.assert_allclose(averages_of(replicate(model_of(zero_debias=zero_debias), towers)), want, rtol=2e-6)
 
 
 @pytest.mark.parametrize("towers", [1, 4])
@@ -62,8 +60,8 @@ def test_num_updates_makes_it_faster_in_the_beginning(towers):
     for step, mean in enumerate(MEANS):
         decay = min(0.2, (1 + step) / (10 + step))
         want.append(decay * want[-1] + (1 - decay) * mean)
-    model_fn = replicate_model_fn(model_of(decay=0.2, num_updates=est.global_step), devices=cpus(towers))
-    np.testing.assert_allclose(averages_of(model_fn), want[1:], rtol=2e-6)
+    model_fn = model_of(decay=0.2, num_updates=est.global_step)
+    np.testing.assert_allclose(averages_of(replicate(model_fn, towers)), want[1:], rtol=2e-6)
 
 
 def test_a_debiased_average_of_a_constant_is_that_constant():
@@ -78,8 +76,7 @@ def test_a_debiased_average_of_a_constant_is_that_constant():
 
 
 def test_a_skipped_step_leaves_it_as_it_is():
-    model_fn = replicate_model_fn(model_of(zero_debias=True), devices=cpus(2), on_nan="skip")
-    model, state = started(model_fn, BATCHES[0])
+    model, state = started(replicate(model_of(zero_debias=True), 2, on_nan="skip"), BATCHES[0])
     for batch in [*BATCHES[:3], np.full(8, np.nan, np.float32), *BATCHES[3:]]:
         state, _ = model.train_step(state, batch)
     assert est.skipped_steps(state) == 1
@@ -89,14 +86,14 @@ def test_a_skipped_step_leaves_it_as_it_is():
 @pytest.mark.slow
 def test_it_continues_from_a_checkpoint_and_evaluation_reads_it(tmp_path):
     def estimator():
-        return est.Estimator(replicate_model_fn(model_of(zero_debias=True), devices=cpus(4)), tmp_path)
+        return est.Estimator(replicate(model_of(zero_debias=True), 4), tmp_path)
 
     estimator().train(lambda: BATCHES[:2])
     estimator().train(lambda: BATCHES[2:])
     np.testing.assert_allclose(estimator().get_variable_value("value/avg"), DEBIASED[-1], rtol=2e-6)
     state = estimator().get_variable_value(["w", "value/avg/local_step"])
     assert state["value/avg/local_step"] == 5
-    model, state = started(replicate_model_fn(model_of(zero_debias=True), devices=cpus(4)), BATCHES[0])
+    model, state = started(replicate(model_of(zero_debias=True), 4), BATCHES[0])
     state, _ = model.train_step(state, BATCHES[2])
     for rows in (8, 7):  # of which seven do not divide by the towers
         spec = model.eval_step(state, BATCHES[0][:rows])
@@ -120,21 +117,18 @@ def test_names_go_by_the_order_in_each_scope_and_names_of_variables_may_stand_be
     assert variables["value_1/avg"].dtype == jnp.float32
 
 
-def apply_twice(x, w):
+def apply(*calls):
     ema = est.ExponentialMovingAverage(0.9)
-    ema.apply([x])
-    ema.apply([x])
+    for values in calls:
+        ema.apply(values)
 
 
 REFUSED = {
-    ValueError: [(apply_twice, "got a value that has an average already.* Call `apply` once")],
+    ValueError: [(lambda x, w: apply([x], [x]), "got a value that has an average already.* Call `apply` once")],
     TypeError: [
-        (lambda x, w: est.ExponentialMovingAverage(0.9).apply(x), r"or of values, such as `\[loss\]`; got "),
-        (
-            lambda x, w: est.ExponentialMovingAverage(0.9).apply([w]),
-            "needs the name of a variable; got the value of 'w'",
-        ),
-        (lambda x, w: est.ExponentialMovingAverage(0.9).apply([x > 0]), "got a value of bool, which has no average"),
+        (lambda x, w: apply(x), r"or of values, such as `\[loss\]`; got "),
+        (lambda x, w: apply([w]), "needs the name of a variable; got the value of 'w'"),
+        (lambda x, w: apply([x > 0]), "got a value of bool, which has no average"),
     ],
 }
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import FOUR, assert_close, one_step, reduced, regression, replicate, started
+from testing.model_fns import ones
+from testing.towers import FOUR, assert_close, one_step, reduced, regression, replicate
 
 import estimator as est
 from estimator.core._train_op import TrainOp, Update
@@ -35,10 +36,7 @@ OPTIMIZERS = {
         ["value"],
     ),
     "multi_steps": (lambda: optax.MultiSteps(optax.polyak_sgd(), 2), ["value"]),
-    "multi_steps_transformation": (
-        lambda: optax.MultiSteps(optax.polyak_sgd(), 2).gradient_transformation(),
-        ["value"],
-    ),
+    "multi_steps_of_optax": (lambda: optax.MultiSteps(optax.polyak_sgd(), 2).gradient_transformation(), ["value"]),
     "lbfgs": (optax.lbfgs, ["value", "grad", "value_fn"]),
     "backtracking": (lambda: optax.chain(optax.sgd(3.0), line_search()), ["value", "grad", "value_fn"]),
     "backtracking_keeps_gradient": (
@@ -187,15 +185,13 @@ def test_gradients_changed_by_the_model_fn_are_changed_elsewhere_too():
     """Per tower, as everything between `compute_gradients` and `apply_gradients`."""
 
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        w = ones("w")
         optimizer = TowerOptimizer(optax.contrib.sam(optax.sgd(1.0), optax.sgd(1.0), opaque_mode=True))
         ((gradient, name),) = optimizer.compute_gradients(jnp.sum(w**2 * features))
         train_op = optimizer.apply_gradients([(jnp.minimum(gradient, 10.0), name)])
         return est.EstimatorSpec(mode, loss=jnp.sum(w**2 * features), train_op=train_op)
 
-    model = est.transform(replicate(model_fn, 2, "sum"))
-    features = np.array([0.25, 0.25, 5, 5], np.float32)
-    state, _ = model.train_step(model.init(jax.random.key(0), features), features)
+    state, _ = one_step(replicate(model_fn, 2, "sum"), np.array([0.25, 0.25, 5, 5], np.float32))
     elsewhere = 1 + (2 * 0.5 + 10)
     np.testing.assert_allclose(state.variables["w"], 1 - (2 * 0.5 * elsewhere if elsewhere < 10 else 10) - 10)
 
@@ -266,15 +262,13 @@ def test_an_update_apart_from_the_towers_names_the_way_out(make):
 @pytest.mark.parametrize("make", [optax.polyak_sgd, optax.lbfgs, lambda: optax.MultiSteps(optax.polyak_sgd(), 2)])
 def test_apply_gradients_for_an_optimizer_that_needs_the_loss(make):
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss = jnp.mean(w**2 * features)
+        loss = jnp.mean(ones("w") ** 2 * features)
         optimizer = TowerOptimizer(make())
         train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
-    model, state = started(replicate(model_fn, 2), FOUR)
     with pytest.raises(TypeError, match=r"asks for the loss, which `apply_gradients` does not know: .*'value'"):
-        model.train_step(state, FOUR)
+        one_step(replicate(model_fn, 2), FOUR)
 
 
 def test_an_argument_that_nobody_gives():
@@ -283,6 +277,5 @@ def test_an_argument_that_nobody_gives():
 
     optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
     x, y = regression(8, steps=1)
-    model = est.transform(replicate(model_fn_of(optimizer, "mean"), 2))
     with pytest.raises(TypeError, match=r"missing 1 required keyword-only argument: 'weather'"):
-        model.train_step(model.init(jax.random.key(0), x[0], y[0]), x[0], y[0])
+        one_step(replicate(model_fn_of(optimizer, "mean"), 2), x[0], y[0])

@@ -102,7 +102,7 @@ OPS = {
     "in chunks": CollectiveAllReduce(2),
 }
 RUNNERS = {
-    **{f"{n} towers": towers(n) for n in (1, 2, 3, 4, 8)},
+    **{f"{n} towers": towers(n) for n in (1, 3, 4, 8)},
     "sharded": towers(4, 0.25, variable_distribution=VariableDistribution.SHARDED),
     "server": towers(4, variable_distribution=SERVER),
     "round robin": towers(4, variable_distribution=ROUND_ROBIN),
@@ -112,8 +112,8 @@ RUNNERS = {
     "sharded, ring": towers(
         4, 0.25, variable_distribution=VariableDistribution.SHARDED, cross_tower_ops=AllReduce("ring", num_packs=2)
     ),
-    **{f"{n} of {m} devices": wide_towers(n, m) for n, m in ((2, 4), (1, 8), (8, 1), (3, 2))},
-    **{f"{n} towers, {m} micro-batches": micro_batches(n, m) for n in (1, 2, 4) for m in (2, 3)},
+    **{f"{n} of {m} devices": wide_towers(n, m) for n, m in ((2, 4), (1, 8), (3, 2))},
+    **{f"{n} towers, {m} micro-batches": micro_batches(n, m) for n, m in ((1, 3), (2, 2), (4, 3))},
     "2 towers, a loss scale": scaled(towers(2)),
     "4 towers on one device": on_one(4),
     "hierarchical, on one device": on_one(4, cross_tower_ops=OPS["hierarchical"]),
@@ -179,12 +179,11 @@ ONE_OF_A_KIND = (
 
 
 def cases():
-    """All runners with one optimizer; with a runner of each kind, optimizers without slots, with a weight decay, and
-    with a norm over all variables; sums, and weighted losses."""
+    """All runners with one optimizer; a runner of each kind with one that has a norm over all variables; optimizers
+    without slots, and with a weight decay; sums, and weighted losses."""
     yield from ((runner, "momentum", "mean") for runner in RUNNERS)
-    for runner in ONE_OF_A_KIND[:4]:
-        yield from ((runner, optimizer, "mean") for optimizer in ("sgd", "adamw", "clipped_adam"))
-    yield from ((runner, "clipped_adam", "mean") for runner in ONE_OF_A_KIND[5:])
+    yield from ((runner, "clipped_adam", "mean") for runner in ONE_OF_A_KIND if runner != "ring, 4 towers")
+    yield from (("4 towers", "adamw", "mean"), ("sharded", "adamw", "mean"), ("server", "sgd", "mean"))
     yield from ((f"{n} towers", "slow sgd", "sum") for n in (1, 3, 8))
     yield from (("4 towers", "slow sgd", reduction) for reduction in WEIGHTED)
     yield from ((runner, "slow sgd", "nonzero weights") for runner in ("8 towers", "tree, 4 towers"))
@@ -337,8 +336,10 @@ def evaluated(replicated, rows):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("rows", [7, 1])
-@pytest.mark.parametrize("runner", ["8 towers", *ONE_OF_A_KIND[1:6], "1 of 8 devices", "4 towers on one device"])
+@pytest.mark.parametrize(
+    ("runner", "rows"),
+    [("8 towers", 1), *((each, 7) for each in ("8 towers", *ONE_OF_A_KIND[1:6], "1 of 8 devices", ONE_OF_A_KIND[7]))],
+)
 def test_evaluation_and_prediction_match_one_device(runner, rows):
     model = functools.partial(model_fn, optimizer="sgd", reduction="mean", options={})
     assert_close(evaluated(RUNNERS[runner].replicate(model, "mean"), rows), evaluated(model, rows))

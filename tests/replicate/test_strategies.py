@@ -27,30 +27,22 @@ from replicate.cross_tower_ops import AllReduce
 BATCHES = list(zip(*regression(8), strict=True))
 SERVER = VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER
 RING = AllReduce("ring")
+SHARDED = {"variable_distribution": VariableDistribution.SHARDED}
+SUM = {"loss_reduction": est.Reduction.SUM}
+NAMED = {"devices": ["cpu:1", "cpu:3"]}
+TWO, FOUR = {"devices": cpus(2)}, {"devices": cpus(4)}
 # Each strategy, and the arguments of `replicate_model_fn` that say the same.
 STRATEGIES = {
-    "all": (MirroredStrategy, {}, {}),
-    "four": (MirroredStrategy, {"num_gpus": 4}, {"devices": cpus(4)}),
-    "two, named": (MirroredStrategy, {"devices": ["cpu:1", "cpu:3"]}, {"devices": ["cpu:1", "cpu:3"]}),
-    "none": (MirroredStrategy, {"num_gpus": 0}, {"devices": ["cpu:0"]}),
-    "ring": (
-        MirroredStrategy,
-        {"num_gpus_per_worker": 2, "cross_device_ops": RING},
-        {"devices": cpus(2), "cross_tower_ops": RING},
-    ),
-    "sharded": (
-        MirroredStrategy,
-        {"num_gpus": 4, "variable_distribution": VariableDistribution.SHARDED},
-        {"devices": cpus(4), "variable_distribution": VariableDistribution.SHARDED},
-    ),
-    "sum": (
-        MirroredStrategy,
-        {"num_gpus": 2, "loss_reduction": est.Reduction.SUM},
-        {"devices": cpus(2), "loss_reduction": est.Reduction.SUM},
-    ),
-    "server": (ParameterServerStrategy, {"num_gpus": 2}, {"devices": cpus(2), "variable_distribution": SERVER}),
-    "one": (OneDeviceStrategy, {"device": "/cpu:2"}, {"devices": ["cpu:2"]}),
-    "collective": (CollectiveAllReduceStrategy, {"num_gpus_per_worker": 2}, {"devices": cpus(2)}),
+    "all": (MirroredStrategy(), {}),
+    "four": (MirroredStrategy(num_gpus=4), FOUR),
+    "two, named": (MirroredStrategy(**NAMED), NAMED),
+    "none": (MirroredStrategy(num_gpus=0), {"devices": ["cpu:0"]}),
+    "ring": (MirroredStrategy(num_gpus_per_worker=2, cross_device_ops=RING), TWO | {"cross_tower_ops": RING}),
+    "sharded": (MirroredStrategy(num_gpus=4, **SHARDED), FOUR | SHARDED),
+    "sum": (MirroredStrategy(num_gpus=2, **SUM), TWO | SUM),
+    "server": (ParameterServerStrategy(num_gpus=2), TWO | {"variable_distribution": SERVER}),
+    "one": (OneDeviceStrategy(device="/cpu:2"), {"devices": ["cpu:2"]}),
+    "collective": (CollectiveAllReduceStrategy(num_gpus_per_worker=2), TWO),
 }
 
 
@@ -86,22 +78,20 @@ def results(estimator, batches=BATCHES):
 @pytest.mark.covers("3 train_distribute")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_is_replicate_model_fn_with_tower_optimizer(tmp_path, name):
-    kind, arguments, same = STRATEGIES[name]
+    strategy, same = STRATEGIES[name]
     params = {"reduction": same.get("loss_reduction", est.Reduction.MEAN)}
-    got = estimate(tmp_path / "strategy", params, train_distribute=kind(**arguments))
+    got = estimate(tmp_path / "strategy", params, train_distribute=strategy)
     towers = replicate_model_fn(model_fn, **same)
     want = estimate(tmp_path / "towers", params | {"optimizer": TowerOptimizer}, towers)
-    assert kind(**arguments).num_replicas_in_sync == len(same.get("devices", jax.devices()))
+    assert strategy.num_replicas_in_sync == len(same.get("devices", jax.devices()))
     assert jax.tree.structure(got := results(got)) == jax.tree.structure(want := results(want))
     assert bits(got) == bits(want)
 
 
 def test_towers_train_with_a_plain_optimizer(tmp_path, messages):
     trained = estimate(tmp_path, train_distribute=MirroredStrategy(num_gpus=2)).train(lambda: BATCHES)
-    assert (
-        "2 towers on cpu:0-1, 8 rows = 2 x 4; variables mirrored; 16 trained numbers in 2 variables, 1 not trained"
-        in (messages())
-    )
+    line = "2 towers on cpu:0-1, 8 rows = 2 x 4; variables mirrored; 16 trained numbers in 2 variables, 1 not trained"
+    assert line in messages()
     assert trained.get_variable_value("seen") == 24
     # Its model_fn is the user's own, which others may put into towers.
     other = estimate(tmp_path / "other", model_fn=replicate_model_fn(trained.model_fn, devices=["cpu:0"]))
@@ -137,16 +127,14 @@ def test_evaluation_has_a_strategy_of_its_own(tmp_path, messages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduction", [est.Reduction.SUM_OVER_BATCH_SIZE, est.Reduction.SUM])
-def test_a_canned_estimator_trains_evaluates_exports_and_serves_in_towers(tmp_path, reduction):
+def test_a_canned_estimator_trains_evaluates_exports_and_serves_in_towers(tmp_path):
     columns = [est.feature_column.numeric_column("x", shape=(3,))]
     batches = [({"x": x}, (y > 0).astype(np.int32)[:, None]) for x, y in BATCHES]
-    given = {} if reduction != est.Reduction.SUM else {"loss_reduction": reduction}
     losses, weights = [], []
-    for strategy in (None, MirroredStrategy(num_gpus=4, **given)):
+    for strategy in (None, MirroredStrategy(num_gpus=4, **SUM)):
         config = est.RunConfig(train_distribute=strategy, model_dir=str(tmp_path / str(strategy)))
         warm = None if strategy is None else str(tmp_path / "None" / "ckpt-0")
-        made = est.DNNClassifier([4], columns, config=config, loss_reduction=reduction, warm_start_from=warm)
+        made = est.DNNClassifier([4], columns, config=config, warm_start_from=warm, **SUM)
         exporter = est.FinalExporter("last", batches[0][0])
         eval_spec = est.EvalSpec(lambda: batches, exporters=exporter)
         metrics, [path] = est.train_and_evaluate(made, est.TrainSpec(lambda: batches), eval_spec)
@@ -187,6 +175,10 @@ def test_towers_with_another_reduction_than_the_loss_are_named(messages, given, 
     assert [line for line in messages() if "loss_reduction" in line] == [wanted] * warnings
 
 
+def distributed(strategy):
+    return est.RunConfig(train_distribute=strategy)
+
+
 MIRRORED = MirroredStrategy()
 MISTAKES = [
     (TypeError, lambda: MirroredStrategy(["/gpu:0"]), "needs a number of devices as `num_gpus`; got ['/gpu:0']"),
@@ -200,13 +192,9 @@ MISTAKES = [
     (RuntimeError, MIRRORED.scope, "MirroredStrategy.scope() is not needed"),
     (AttributeError, lambda: MIRRORED.num_towers, "has no attribute 'num_towers': write `num_replicas_in_sync`"),
     (AttributeError, lambda: MIRRORED.colour, "has no attribute 'colour'."),
-    (ValueError, lambda: est.RunConfig(train_distribute="mirrored"), "`train_distribute` should be a strategy, say"),
+    (ValueError, lambda: distributed("mirrored"), "`train_distribute` should be a strategy, say"),
     (ValueError, lambda: est.RunConfig(eval_distribute=MirroredStrategy), "`eval_distribute` should be a strategy"),
-    (
-        ValueError,
-        lambda: est.Estimator(lambda x: x, config=est.RunConfig(train_distribute=MIRRORED)),
-        "must include features",
-    ),
+    (ValueError, lambda: est.Estimator(lambda x: x, config=distributed(MIRRORED)), "must include features"),
 ]
 
 

@@ -14,7 +14,8 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from testing.estimators import make, saved_steps
-from testing.towers import assert_close, replicate, started
+from testing.model_fns import ones, zeros
+from testing.towers import assert_close, one_step, replicate, started
 
 import estimator as est
 from replicate import TowerOptimizer, num_towers, replicate_model_fn, tower_index
@@ -27,8 +28,7 @@ def linear_model_fn(look):
     """y = x w; calls `look(features, loss)`, and takes the loss that it returns."""
 
     def model_fn(features, mode, labels=None):
-        w = est.get_variable("w", (1,), initializer=jax.nn.initializers.ones)
-        output = features @ w
+        output = features @ ones("w", (1,))
         if mode == est.ModeKeys.PREDICT:
             look(features, output.sum())
             return est.EstimatorSpec(mode, output)
@@ -43,7 +43,7 @@ def linear_model_fn(look):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2, 4])
+@pytest.mark.parametrize("towers", [1, 4])
 def test_a_debug_print_prints_once_per_tower(towers, capfd):
     def look(features, loss):
         jax.debug.print("tower {} of {}: {}", tower_index(), num_towers(), features.sum())
@@ -53,8 +53,7 @@ def test_a_debug_print_prints_once_per_tower(towers, capfd):
         jax.effects_barrier()
         return sorted(capfd.readouterr().out.splitlines())
 
-    model = est.transform(replicate(linear_model_fn(look), towers))
-    state = model.init(jax.random.key(0), X, Y)
+    model, state = started(replicate(linear_model_fn(look), towers), X, Y)
     printed()
     sums = X.reshape(towers, -1).sum(1)
     expected = [f"tower {i} of {towers}: {total}" for i, total in enumerate(sums)]
@@ -77,9 +76,8 @@ def on_one_device(model_fn):
 
 def everything_model_fn(features, labels, mode):
     """Random keys, written variables, a metric."""
-    w = est.get_variable("w", (1,), initializer=jax.nn.initializers.ones)
-    est.get_variable("mean", (), trainable=False, initializer=jax.nn.initializers.zeros)
-    est.get_variable("first", (), trainable=False, aggregation="only_first_tower")
+    w = ones("w", (1,))
+    zeros("mean", trainable=False), zeros("first", trainable=False, aggregation="only_first_tower")
     est.get_variable("rows", initializer=np.int32(0), trainable=False)
     est.assign("mean", 0.9 * est.read_variable("mean") + 0.1 * features.mean())
     est.assign("first", features[0, 0])
@@ -92,8 +90,7 @@ def everything_model_fn(features, labels, mode):
 
 def all_numbers(model_fn):
     """What two training steps, and an evaluation of a batch that does not divide by two towers, compute."""
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), X, Y)
+    model, state = started(model_fn, X, Y)
     specs = []
     for _ in range(2):
         state, spec = model.train_step(state, X, Y)
@@ -126,8 +123,7 @@ def test_towers_on_one_device_and_no_jit_train_an_estimator(tmp_path):
 @pytest.mark.covers("1.3 eager/graph", "13 21 graph mode only")
 def test_without_jit_the_real_pmap_gives_the_same_numbers():
     def step():
-        model = est.transform(replicate(everything_model_fn, 2))
-        state, spec = model.train_step(model.init(jax.random.key(0), X, Y), X, Y)
+        state, spec = one_step(replicate(everything_model_fn, 2), X, Y)
         return state[:3], spec.loss, spec.predictions
 
     want = step()
@@ -152,8 +148,8 @@ def test_towers_on_one_device_call_back_with_the_values_of_every_tower():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicated", [False, True])
-def test_without_jit_a_breakpoint_sees_values(replicated, monkeypatch, tmp_path):
+@pytest.mark.parametrize("towers", [None, 1])
+def test_without_jit_a_breakpoint_sees_values(towers, monkeypatch, tmp_path):
     """In every run of the model_fn, the first one included, of one device."""
     stops = []
 
@@ -168,9 +164,7 @@ def test_without_jit_a_breakpoint_sees_values(replicated, monkeypatch, tmp_path)
         return loss
 
     monkeypatch.setattr(sys, "breakpointhook", stop)
-    model_fn = linear_model_fn(look)
-    if replicated:
-        model_fn = replicate(model_fn, 1)
+    model_fn = replicate(linear_model_fn(look), towers)
     model = est.transform(model_fn)
     with jax.disable_jit():
         state = model.init(jax.random.key(0), X, Y)
@@ -213,6 +207,11 @@ VALUES = {
 }  # fmt: skip
 
 
+# Nothing here looks at these: they hold together.
+TOGETHER = """log_compiles explain_cache_misses softmax_custom_jvp allow_f16_reductions auto_pcast named_scope
+    default_matmul_precision array_garbage_collection_guard jax_check_static_indices jax_use_direct_linearize
+    jax_pallas_enable_debug_checks""".split()
+ALONE = [each for each in [*CONTEXTS, *SWITCHES, *VALUES] if each not in TOGETHER]
 # What may hold for one device alone: its mesh, where arrays are, how a program is run.
 ON_ONE = ["set_mesh", "transfer_guard", "default_device", "disable_jit", "remove_size_one_mesh_axis_from_type"]
 
@@ -234,13 +233,15 @@ def under(name):
 
 
 @functools.cache
-def numbers(towers, name=None):
-    """What an Estimator computes under a setting."""
+def numbers(towers, *names):
+    """What an Estimator computes under settings."""
 
     def look(features, loss):
         return loss * jax.random.uniform(est.make_rng(), (), loss.dtype, 1.0, 1.001)
 
-    with tempfile.TemporaryDirectory() as folder, under(name) if name else contextlib.nullcontext():
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(under(name))
         estimator = make(folder, replicate(linear_model_fn(look), towers), save_checkpoints_steps=2)
         estimator.train(lambda: [(X, Y)] * 3)
         return [estimator.evaluate(lambda: [(X, Y)])["loss"], *estimator.predict(lambda: X)]
@@ -248,10 +249,10 @@ def numbers(towers, name=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "towers"), [*((name, 4) for name in [*CONTEXTS, *SWITCHES, *VALUES]), *((name, 1) for name in ON_ONE)]
+    ("towers", "names"), [*((4, [name]) for name in ALONE), (4, TOGETHER), *((1, [name]) for name in ON_ONE)], ids=str
 )
-def test_an_estimator_works_under_each_setting_of_jax(name, towers):
-    np.testing.assert_allclose(numbers(towers, name), numbers(towers), rtol=1e-3)
+def test_an_estimator_works_under_each_setting_of_jax(towers, names):
+    np.testing.assert_allclose(numbers(towers, *names), numbers(towers), rtol=1e-3)
 
 
 # Errors.
@@ -281,8 +282,7 @@ def use(model_fn, how, tmp_path):
     if how == "Estimator.train":
         make(tmp_path, model_fn).train(lambda: [(X, Y)] * 3)
     else:
-        model = est.transform(model_fn)
-        state = model.init(jax.random.key(0), X, Y)
+        model, state = started(model_fn, X, Y)
         model.train_step(state, X, Y) if how == "train_step" else model.eval_step(state, X, Y)
 
 
@@ -317,8 +317,7 @@ def test_an_error_of_jax_shows_the_users_line(towers, how, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2])
-@pytest.mark.parametrize("how", ["train_step", "eval_step", "Estimator.train"])
+@pytest.mark.parametrize(("towers", "how"), [(1, "train_step"), (2, "eval_step"), (2, "Estimator.train")])
 def test_debug_nans_shows_the_line_that_makes_a_nan(towers, how, tmp_path):
     def look(features, loss):
         return jnp.log(-1.0 - loss)

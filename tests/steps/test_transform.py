@@ -1,5 +1,7 @@
 """transform: a model_fn as pure, compiled functions of a state."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,19 +33,19 @@ class Noisy:
         noise = 0.1 * jax.random.normal(est.make_rng(), predictions.shape)
         loss = est.losses.mean_squared_error(labels, predictions + noise)
         train_op = est.Optimizer(optax.adam(0.1)).minimize(loss)
-        return est.EstimatorSpec(
-            mode,
-            predictions=predictions,
-            loss=loss,
-            train_op=train_op,
-            eval_metric_ops={"mean": est.metrics.mean(predictions)},
-        )
+        return est.EstimatorSpec(mode, predictions, loss, train_op, {"mean": est.metrics.mean(predictions)})
 
 
 def fresh(donate=False):
     model_fn = Noisy()
     model = est.transform(model_fn, donate=donate)
     return model_fn, model, model.init(KEY, X, Y)
+
+
+@functools.cache
+def ready():
+    """One model and its state for all tests that trace nothing else: a state is never changed."""
+    return fresh()[1:]
 
 
 def numbers(tree):
@@ -57,7 +59,7 @@ def assert_equal(a, b, rtol=0):
 
 
 def test_a_state_is_a_pytree_of_all_that_training_changes():
-    _, model, state = fresh()
+    model, state = ready()
     assert isinstance(state, est.State)
     assert set(state.variables) == {"w", "seen"}
     assert set(state.slots) == {"optimizer"}
@@ -69,7 +71,7 @@ def test_a_state_is_a_pytree_of_all_that_training_changes():
 
 
 def test_steps_are_pure():
-    _, model, state = fresh()
+    model, state = ready()
     before = numbers(state)
     first, spec = model.train_step(state, X, Y)
     again, same = model.train_step(state, X, Y)
@@ -84,7 +86,7 @@ def test_steps_are_pure():
 
 
 def test_evaluating_and_predicting_change_nothing_and_return_concrete_values():
-    _, model, state = fresh()
+    model, state = ready()
     spec = model.eval_step(state, X, Y)
     assert isinstance(spec.loss, jax.Array) and spec.loss.shape == ()
     assert spec.mode == est.ModeKeys.EVAL and spec.train_op is None
@@ -97,7 +99,7 @@ def test_evaluating_and_predicting_change_nothing_and_return_concrete_values():
 
 
 def test_randomness_changes_with_the_step_and_not_with_the_call():
-    _, model, state = fresh()
+    model, state = ready()
     losses = [model.eval_step(state._replace(global_step=jnp.int32(i)), X, Y).loss for i in (0, 1, 0)]
     assert losses[0] == losses[2] != losses[1]
 
@@ -159,7 +161,7 @@ def test_nothing_runs_before_the_first_call():
 @pytest.mark.quick
 @pytest.mark.parametrize("form", ["list", "stacked"])
 def test_a_loop_equals_its_steps(form):
-    _, model, state = fresh()
+    model, state = ready()
     batches = [(X + i, Y * i) for i in range(4)]
     stacked = tuple(jnp.stack(part) for part in zip(*batches, strict=True))
     looped, specs = model.train_loop(state, batches if form == "list" else stacked)
@@ -184,7 +186,7 @@ def test_a_loop_over_features_alone():
 
 
 def test_bad_batches_for_a_loop():
-    _, model, state = fresh()
+    model, state = ready()
     with pytest.raises(ValueError, match="`train_loop` needs at least one batch; got an empty list"):
         model.train_loop(state, [])
     for bad in (X, (X, Y, Y), iter([(X, Y)])):
@@ -199,12 +201,12 @@ def test_bad_batches_for_a_loop():
 
 
 def test_numpy_batches_are_as_good():
-    _, model, state = fresh()
+    model, state = ready()
     assert_equal(model.train_step(state, np.asarray(X), np.asarray(Y))[0], model.train_step(state, X, Y)[0])
 
 
 def test_legacy_keys_are_wrapped():
-    _, model, state = fresh()
+    model, state = ready()
     legacy = model.init(jax.random.PRNGKey(0), X, Y)
     assert_equal(legacy, state)
     assert legacy.key.dtype == state.key.dtype
@@ -213,7 +215,7 @@ def test_legacy_keys_are_wrapped():
 @pytest.mark.parametrize("key", [0, None, np.zeros(2, np.uint32), jnp.zeros(2)])
 def test_other_keys_are_errors(key):
     with pytest.raises(TypeError, match=r"`init` needs a PRNG key such as `jax.random.key\(0\)`; got"):
-        fresh()[1].init(key, X, Y)
+        ready()[0].init(key, X, Y)
 
 
 @pytest.mark.quick
@@ -229,14 +231,14 @@ def test_init_in_each_mode_gives_the_same_variables(mode):
 
 
 def test_training_a_state_that_was_not_made_for_it_is_an_error():
-    _, model, _ = fresh()
+    model, _ = ready()
     state = model.init(KEY, X, mode="infer")
     with pytest.raises(ValueError, match=r"no slots for the optimizer 'optimizer', only \[\]"):
         model.train_step(state, X, Y)
 
 
 def test_abstract_init_tells_what_init_returns():
-    _, model, state = fresh()
+    model, state = ready()
     for mode in est.ModeKeys:
         like = model.abstract_init(X, Y, mode=mode)
         made = model.init(KEY, X, Y, mode=mode)
@@ -247,7 +249,7 @@ def test_abstract_init_tells_what_init_returns():
 
 
 def test_steps_can_be_transformed_further():
-    _, model, state = fresh()
+    model, state = ready()
     jitted, spec = jax.jit(model.train_step)(state, X, Y)
     plain, same = model.train_step(state, X, Y)
     assert_equal(jitted, plain, rtol=1e-5)

@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import estimator as est
-from replicate import TowerOptimizer
+from replicate import TowerOptimizer, cross_tower_mean
 
 X = jnp.ones((2, 3))
 
@@ -48,8 +49,62 @@ def ones(name, shape=(), dtype=jnp.float32):
     return est.get_variable(name, shape, dtype, jax.nn.initializers.ones)
 
 
-def zeros(name, shape=(), dtype=jnp.float32):
-    return est.get_variable(name, shape, dtype, jax.nn.initializers.zeros)
+def zeros(name, shape=(), dtype=jnp.float32, **options):
+    return est.get_variable(name, shape, dtype, jax.nn.initializers.zeros, **options)
+
+
+def constant(name, value):
+    return est.get_variable(name, (), initializer=jax.nn.initializers.constant(value))
+
+
+def assigning(write, aggregation="mean", initial=0.0, steps=1):
+    """A model_fn with "w", which it trains, and "s", which `write(features)` assigns or adds to; it predicts "s"."""
+
+    def model_fn(features, labels, mode):
+        loss = jnp.mean(ones("w") * features)
+        est.get_variable("s", initializer=initial, trainable=False, aggregation=aggregation)
+        write(features)
+        seen = jnp.broadcast_to(est.read_variable("s"), features.shape)
+        train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
+        return est.EstimatorSpec(mode, predictions=seen, loss=loss, train_op=train_op)
+
+    return model_fn
+
+
+def everything(accumulate_steps=1):
+    """Two losses and three optimizers, a lookup, dropout, assigned values, weights, a metric, a record."""
+
+    def model_fn(features, labels, mode):
+        rows = est.embedding_lookup("table", (features[:, 0] > 0).astype(jnp.int32), (3, 4))
+        w = est.get_variable("w", (3, 4))
+        est.get_variable("mean", initializer=jnp.zeros(3), trainable=False)
+        est.get_variable("seen", initializer=np.int32(0), trainable=False)
+        est.assign("mean", 0.9 * est.read_variable("mean") + 0.1 * cross_tower_mean(features.mean(0)))
+        est.assign_add("seen", features.shape[0])
+        hidden = jnp.tanh((features - est.read_variable("mean")) @ w)
+        kept = jax.random.bernoulli(est.make_rng("dropout"), 0.7, hidden.shape)
+        output = (jnp.where(kept, hidden, jnp.zeros_like(hidden)) * rows).sum(1)
+        output = output + zeros("b")
+        est.record("largest", jnp.abs(output).max())
+        # Of a square root at 0 the derivative is infinite: nothing of it may come into the gradients.
+        roots = jnp.sqrt(jnp.maximum(output, 0.0) * 0.0)
+        predictions = {"output": output, "roots": roots}
+        if mode == est.ModeKeys.PREDICT:
+            return est.EstimatorSpec(mode, predictions)
+        loss = est.losses.mean_squared_error(labels, output, weights=jnp.abs(features[:, 1]))
+        penalty = 0.1 * (w**2).sum()
+        adam, sgd, again = (
+            TowerOptimizer(make, accumulate_steps=accumulate_steps)
+            for make in (optax.adam(0.05), optax.sgd(0.1), optax.sgd(0.05))
+        )
+        clipped = [(jnp.clip(g, -1.0, 1.0), v) for g, v in sgd.compute_gradients(loss, ["w", "b"])]
+        train_op = est.group(
+            adam.minimize(loss, ["table", "b"]), sgd.apply_gradients(clipped), again.minimize(penalty, ["w"])
+        )
+        metrics = {"error": est.metrics.mean_absolute_error(labels, output)}
+        return est.EstimatorSpec(mode, predictions, loss + penalty, train_op, metrics)
+
+    return model_fn
 
 
 layers = est.layers

@@ -1,7 +1,9 @@
 """What is refused: tables of errors with their messages, and contents of JSON files that nobody wrote."""
 
 import json
+import re
 
+import pytest
 from hypothesis import strategies as st
 
 TEXTS = [b"", b"{", b"[]", b"{}", b"3", b"null", b"NaN", b"[" * 100_000, b"\xff\xfe\x00", b"1" * 5000]
@@ -39,6 +41,11 @@ def changed(draw, contents):
     tree = json.loads(contents)
     put(tree, draw(st.sampled_from(list(paths(tree)))), draw(VALUES))
     return json.dumps(tree).encode()
+
+
+def raises(kind, message):
+    """The error with these words, none of which is a regex."""
+    return pytest.raises(kind, match=re.escape(message))
 
 
 def rows(refused):

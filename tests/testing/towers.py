@@ -26,11 +26,11 @@ def cpus(towers):
     return [f"/cpu:{i}" for i in range(towers)]
 
 
-def replicate(model_fn, towers, reduction="mean"):
+def replicate(model_fn, towers, reduction="mean", **options):
     """Of no towers, the model_fn as it is."""
     if not towers:
         return model_fn
-    return replicate_model_fn(model_fn, REDUCTIONS.get(reduction, reduction), cpus(towers))
+    return replicate_model_fn(model_fn, REDUCTIONS.get(reduction, reduction), cpus(towers), **options)
 
 
 def assert_close(got, want, rtol=2e-5, atol=2e-6):

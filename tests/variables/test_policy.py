@@ -76,8 +76,9 @@ def train(model_fn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [None, 2])
-@pytest.mark.parametrize("half, loss_scale", [(jnp.bfloat16, None), (jnp.float16, est.DynamicLossScale(2.0**20))])
+@pytest.mark.parametrize(
+    "towers, half, loss_scale", [(None, jnp.bfloat16, None), (2, jnp.float16, est.DynamicLossScale(2.0**20))]
+)
 @pytest.mark.usefixtures("users_compiler")
 def test_a_policy_is_what_casts_by_hand_are(towers, half, loss_scale):
     state, spec = train(replicate(make_model_fn(half, loss_scale), towers))

@@ -1,17 +1,17 @@
 """Variables: created once, shared by scopes, and written by assign."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from testing import refused
-from testing.model_fns import X, as_model_fn, run
+from testing.model_fns import X, as_model_fn, ones, run, zeros
 from testing.towers import started
 
 import estimator as est
-
-zeros = jax.nn.initializers.zeros
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_forms_of_initial_values():
     def body():
         est.get_variable("shape", (2, 3))
         est.get_variable("ints", (2,), jnp.int32)
-        est.get_variable("fn", (2,), initializer=jax.nn.initializers.ones)
+        ones("fn", (2,))
         est.get_variable("half", (2,), jnp.bfloat16)
         est.get_variable("tree", lambda key: {"a": jax.random.normal(key, (2,)), "b": (jnp.ones(3),)})
         est.get_variable("value", initializer=np.arange(3, dtype=np.float32))
@@ -95,96 +95,85 @@ def test_initial_values_depend_on_name_and_seed_not_on_order():
     assert (a["a"] != other["a"]).any()
 
 
+def variable(*args, **options):
+    return functools.partial(est.get_variable, "w", *args, **options)
+
+
 THREE = jnp.array(3)
 REFUSED = {
     ValueError: [
         (lambda: est.get_variable(""), "needs a non-empty name; got ''"),
         (lambda: est.get_variable(3, ()), "needs a non-empty name; got 3"),
-        (lambda: est.get_variable("w"), "needs a `shape` or an `initializer`; got neither"),
+        (variable(), "needs a `shape` or an `initializer`; got neither"),
+        (variable((2,), initializer=jnp.ones(2)), r"got the shape \(2,\) and an initializer that is a value"),
+        (variable((2, 0)), r"got the shape \(2, 0\), which has no elements"),
         (
-            lambda: est.get_variable("w", (2,), initializer=jnp.ones(2)),
-            r"got the shape \(2,\) and an initializer that is a value",
-        ),
-        (lambda: est.get_variable("w", (2, 0)), r"got the shape \(2, 0\), which has no elements"),
-        (
-            lambda: est.get_variable("w", lambda key: {"a": jnp.ones(2), "b": jnp.ones((0, 3))}),
+            variable(lambda key: {"a": jnp.ones(2), "b": jnp.ones((0, 3))}),
             r"`est.get_variable\('w'\)` got the shape \(0, 3\) at \['b'\], which has no elements",
         ),
         (
-            lambda: est.get_variable("w", (2,), initializer=jax.nn.initializers.glorot_uniform),
+            variable((2,), initializer=jax.nn.initializers.glorot_uniform),
             r"must return an array of shape \(2,\); got .*Some initializers of jax.nn are factories",
         ),
         (
-            lambda: est.get_variable("w", (2,), initializer=lambda *_: jnp.ones(3)),
+            variable((2,), initializer=lambda *_: jnp.ones(3)),
             r"`est.get_variable\('w'\)`: the initializer must return an array of shape \(2,\)",
         ),
         (
-            lambda: est.get_variable("w", lambda key: {"a": "text"}),
+            variable(lambda key: {"a": "text"}),
             r"every leaf of the initial value must be an array; got 'text' at \['a'\]",
         ),
         (
-            lambda: est.get_variable("w", lambda key: (jnp.ones(1), jnp.ones(1, jnp.int32))),
+            variable(lambda key: (jnp.ones(1), jnp.ones(1, jnp.int32))),
             "a trainable variable must not mix floating and integer arrays",
         ),
-        (lambda: est.get_variable("w", (), aggregation="median"), "'median' is not a valid VariableAggregation"),
-        (lambda: est.get_variable("w", (2, -1)), r"got the shape \(2, -1\), of which -1 is negative"),
-        (lambda: est.get_variable("w", 2, np.float64), "got the dtype float64, for which jax needs .*x64"),
-        (lambda: est.get_variable("w", 2, np.dtype("int64")), "got the dtype int64, for which jax needs"),
+        (variable((), aggregation="median"), "'median' is not a valid VariableAggregation"),
+        (variable((2, -1)), r"got the shape \(2, -1\), of which -1 is negative"),
+        (variable(2, np.float64), "got the dtype float64, for which jax needs .*x64"),
+        (variable(2, np.dtype("int64")), "got the dtype int64, for which jax needs"),
         (
-            lambda: est.get_variable("w", initializer=np.array([1, 2**40])),
+            variable(initializer=np.array([1, 2**40])),
             "the initial value at the top holds 1099511627776, which the dtype int32 do",
         ),
+        (variable(initializer=np.array([1e300])), r"holds 1e\+300, which the dtype float32 does not"),
         (
-            lambda: est.get_variable("w", initializer=np.array([1e300])),
-            r"holds 1e\+300, which the dtype float32 does not",
-        ),
-        (
-            lambda: est.get_variable("w", initializer={"a": [0.5]}, dtype=jnp.int32),
+            variable(initializer={"a": [0.5]}, dtype=jnp.int32),
             r"the initial value at \['a'\]\[0\] holds 0.5, which the dtype int32 does not",
         ),
         (
-            lambda: est.get_variable("w", initializer=lambda key: jax.random.normal(key, (2,)), dtype=jnp.int32),
+            variable(initializer=lambda key: jax.random.normal(key, (2,)), dtype=jnp.int32),
             "is float32, and the dtype int32. Round it",
         ),
-        (lambda: est.get_variable("w", initializer=np.array([1j]), dtype=jnp.float32), "is complex, .*float32"),
+        (variable(initializer=np.array([1j]), dtype=jnp.float32), "is complex, .*float32"),
         (lambda: est.variable_scope("").__enter__(), "needs a non-empty name; got ''"),
     ],
     TypeError: [
         (
-            lambda: est.get_variable("w", (2,), jnp.float32, None, est.regularizers.l2(1.0)),
+            variable((2,), jnp.float32, None, est.regularizers.l2(1.0)),
             "needs True or False as `trainable`, its fifth argument; got .* goes by its name: `regularizer=`",
         ),
         (
-            lambda: est.get_variable("w", 10.0),
+            variable(10.0),
             "takes a shape as its second argument, .*; got 10.0, of type float. An initial value goes by `ini",
         ),
-        (lambda: est.get_variable("w", (4, 10 / 2)), r"got 5.0 in \(4, 5.0\), of type float. Divide sizes by `//`"),
-        (
-            lambda: est.get_variable("w", [None, 3]),
-            r"got None in \[None, 3\], of type NoneType. A variable has no unknown dimension",
-        ),
-        (lambda: est.get_variable("w", (2, True)), r"got True in \(2, True\), of type bool"),
-        (lambda: est.get_variable("w", True), "got True, of type bool"),
-        (lambda: est.get_variable("w", np.float32(2)), "of type float32. An initial value goes by `initializer=`"),
-        (
-            lambda: est.get_variable("w", np.ones(3)),
-            "of type ndarray. An initial value goes by `initializer=`, without a shape",
-        ),
-        (lambda: est.get_variable("w", np.array([3, 4])), "of type ndarray. An initial value"),
-        (lambda: est.get_variable("w", THREE), "of type ArrayImpl. An initial value"),
-        (lambda: est.get_variable("w", {"a": np.ones(3)}), "of type dict. An initial value"),
-        (lambda: est.get_variable("w", (np.ones(3), np.ones(3))), "of type ndarray. An initial value"),
-        (lambda: est.get_variable("w", "ab"), "got 'ab', of type str"),
-        (lambda: est.get_variable("w", 2, "floaty"), "needs a dtype such as `jnp.float32`; got 'floaty'"),
+        (variable((4, 10 / 2)), r"got 5.0 in \(4, 5.0\), of type float. Divide sizes by `//`"),
+        (variable([None, 3]), r"got None in \[None, 3\], of type NoneType. A variable has no unknown dimension"),
+        (variable((2, True)), r"got True in \(2, True\), of type bool"),
+        (variable(True), "got True, of type bool"),
+        (variable(np.float32(2)), "of type float32. An initial value goes by `initializer=`"),
+        (variable(np.ones(3)), "of type ndarray. An initial value goes by `initializer=`, without a shape"),
+        (variable(np.array([3, 4])), "of type ndarray. An initial value"),
+        (variable(THREE), "of type ArrayImpl. An initial value"),
+        (variable({"a": np.ones(3)}), "of type dict. An initial value"),
+        (variable((np.ones(3), np.ones(3))), "of type ndarray. An initial value"),
+        (variable("ab"), "got 'ab', of type str"),
+        (variable(2, "floaty"), "needs a dtype such as `jnp.float32`; got 'floaty'"),
         *(
-            (
-                lambda dtype=dtype: est.get_variable("w", 2, dtype),
-                f"'w'.` got the dtype {dtype}, which a variable cann",
-            )
+            (variable(2, dtype), f"'w'.` got the dtype {dtype}, which a variable cann")
             for dtype in ("int4", "uint4", "int2", "float4_e2m1fn", "float8_e4m3")
         ),
         (
-            lambda: est.get_variable("w", lambda key: {"a": jnp.ones(2), "b": jnp.zeros(2, jnp.int4)}),
+            variable(lambda key: {"a": jnp.ones(2), "b": jnp.zeros(2, jnp.int4)}),
             r"got the dtype int4 at \['b'\], which a variable cannot have. Use one of 8 bits",
         ),
     ],
@@ -226,7 +215,7 @@ def test_the_same_name_twice_is_an_error():
 def test_a_scope_may_share_a_variable(reuse):
     def body():
         with est.variable_scope("a"):
-            one = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+            one = ones("w")
         with est.variable_scope("a", reuse=reuse):
             two = est.get_variable("w", ())
             with est.variable_scope("b", reuse=None):
@@ -323,13 +312,13 @@ def test_writes_are_seen_at_once_and_kept():
 
 def test_the_last_assign_wins_and_later_deltas_count():
     def body():
-        est.get_variable("a", (2,), initializer=zeros, trainable=False)
+        zeros("a", (2,), trainable=False)
         est.assign_add("a", jnp.full(2, 100.0))
         est.assign("a", jnp.full(2, 7.0))
         est.assign_add("a", jnp.ones(2))
-        est.get_variable("b", (2,), initializer=zeros, trainable=False)
+        zeros("b", (2,), trainable=False)
         with est.variable_scope("s", reuse=est.AUTO_REUSE):
-            est.get_variable("c", (), initializer=zeros, trainable=False)
+            zeros("c", trainable=False)
             est.assign("c", est.read_variable("a")[0] + 1.0)
             est.assign("b", est.read_variable("a") * 2)
 
@@ -342,7 +331,7 @@ def test_the_last_assign_wins_and_later_deltas_count():
 @pytest.mark.parametrize("mode", ["eval", "infer"])
 def test_writes_have_no_effect_outside_of_train(mode):
     def model_fn(features, mode):
-        est.get_variable("n", (), initializer=zeros, trainable=False)
+        zeros("n", trainable=False)
         est.assign("n", 5.0)
         n = est.read_variable("n")
         return est.EstimatorSpec(mode, predictions=features + n, loss=n, train_op=est.TrainOp())
@@ -357,8 +346,8 @@ def test_writes_have_no_effect_outside_of_train(mode):
 
 def test_no_gradient_flows_through_what_is_not_trainable():
     def body():
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        est.get_variable("n", (), initializer=zeros, trainable=False)
+        w = ones("w")
+        zeros("n", trainable=False)
         est.assign("n", w * 3)
         return est.Optimizer(optax.sgd(1.0)).minimize(w + est.read_variable("n"))
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.model_fns import minimizing
 from testing.summaries import scalars
-from testing.towers import assert_close, cpus, mlp_model_fn, regression, started
+from testing.towers import assert_close, cpus, mlp_model_fn, regression, replicate, started
 
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, bmuf, replicate_model_fn
@@ -139,24 +140,20 @@ def collectives(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_steps", [2, 8])
-def test_a_block_has_one_all_reduce_per_dtype_and_its_steps_none(block_steps):
-    block_sync = BlockSync(block_steps, bmuf(), sync=["rows"])
-    model = est.transform(replicate_model_fn(counting_model_fn, devices=cpus(4), block_sync=block_sync))
-    state = model.init(jax.random.key(0), X[0], Y[0])
-    loop = jax.jit(lambda state, *batches: model.train_loop(state, batches))
-    text = loop.lower(state, X[:8], Y[:8]).compile().as_text()
+def test_a_block_has_one_all_reduce_per_dtype_and_its_steps_none():
+    def compiled(**options):
+        model, state = started(replicate(counting_model_fn, 4, **options), X[0], Y[0])
+        loop = jax.jit(lambda state, *batches: model.train_loop(state, batches))
+        return loop.lower(state, X[:8], Y[:8]).compile().as_text()
+
+    text = compiled(block_sync=BlockSync(2, bmuf(), sync=["rows"]))
     by_computation = collectives(text)
     # What is reported is put together once, after the last step.
     assert set(by_computation.pop("ENTRY")) == {("all-gather", "f32")}
     ((name, at_the_end_of_a_block),) = by_computation.items()
     assert sorted(at_the_end_of_a_block) == [("all-reduce", "f32"), ("all-reduce", "s32")]
     assert name in ", ".join(re.findall(r" conditional\(.*branch_computations={(.*?)}", text)).split(", ")
-    synchronous = est.transform(replicate_model_fn(counting_model_fn, devices=cpus(4)))
-    state = synchronous.init(jax.random.key(0), X[0], Y[0])
-    loop = jax.jit(lambda state, *batches: synchronous.train_loop(state, batches))
-    by_computation = collectives(loop.lower(state, X[:8], Y[:8]).compile().as_text())
-    assert by_computation.keys() - {"ENTRY"}  # of every step
+    assert collectives(compiled()).keys() - {"ENTRY"}  # of every step
 
 
 @pytest.mark.slow
@@ -164,13 +161,12 @@ def test_a_block_has_one_all_reduce_per_dtype_and_its_steps_none(block_steps):
 def test_a_step_within_a_block_copies_no_variable_and_no_slot():
     x, y = np.zeros((8, 8, 61), np.float32), np.zeros((8, 8, 61), np.float32)
 
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w, v = est.get_variable("w", (61, 61)), est.get_variable("v", (61, 61))
-        loss = jnp.mean((jnp.tanh(features @ w) @ v - labels) ** 2)
-        train_op = TowerOptimizer(optax.sgd(0.1, momentum=0.9)).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return jnp.mean((jnp.tanh(features @ w) @ v - labels) ** 2)
 
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(2), block_sync=BlockSync(8)))
+    model_fn = minimizing(loss_of, optax.sgd(0.1, momentum=0.9))
+    model = est.transform(replicate(model_fn, 2, block_sync=BlockSync(8)))
     state = model.abstract_init(x[0], y[0])
     text = jax.jit(model.train_loop, donate_argnums=0).lower(state, (x, y)).compile().as_text()
     [step] = [part for part in text.split("\n\n") if " conditional(" in part and "ENTRY" not in part]
@@ -204,15 +200,11 @@ def test_programs_are_traced_once_and_changes_of_the_spec_are_kept(tmp_path):
 
 
 def test_state_and_memory_are_one_tower_on_each_device():
-    model = est.transform(
-        replicate_model_fn(mlp_model_fn(optax.adam(0.1)), devices=cpus(4), block_sync=BlockSync(2, bmuf()))
-    )
-    state = model.init(jax.random.key(0), X[0], Y[0])
+    model, state = started(replicate(mlp_model_fn(optax.adam(0.1)), 4, block_sync=BlockSync(2, bmuf())), X[0], Y[0])
     state, _ = model.train_step(state, X[0], Y[0])
     for array in jax.tree.leaves((state.slots["block_sync"].copies, state.slots["optimizer"])):
-        assert [(shard.device.id, shard.data.shape[0]) for shard in array.addressable_shards] == [
-            (i, 1) for i in range(4)
-        ]
+        places = [(shard.device.id, shard.data.shape[0]) for shard in array.addressable_shards]
+        assert places == [(i, 1) for i in range(4)]
     for array in jax.tree.leaves((state.variables, state.slots["block_sync"].outer)):
         assert array.is_fully_replicated
 
@@ -284,35 +276,21 @@ def test_arguments_that_do_not_go_together(options, error, message):
     ],
 )
 def test_names_that_are_not_there_or_taken(name, options, message):
-    def model_fn(features, mode):
-        loss = jnp.mean(est.get_variable("w", (1,)) * features)
+    def loss_of(features, labels):
         est.get_variable("seen", (), jnp.int32, trainable=False)
         est.assign_add("seen", jnp.int32(1))
-        sgd = optax.sgd(optax.constant_schedule(0.1), momentum=0.9)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(sgd, name).minimize(loss))
+        return jnp.mean(est.get_variable("w", (1,)) * features)
 
-    replicated = replicate_model_fn(model_fn, devices=cpus(2), block_sync=BlockSync(2, **options))
+    model_fn = minimizing(loss_of, optax.sgd(optax.constant_schedule(0.1), momentum=0.9), name=name)
     with pytest.raises(ValueError, match=message):
-        est.transform(replicated).init(jax.random.key(0), X[0])
+        started(replicate(model_fn, 2, block_sync=BlockSync(2, **options)), X[0])
 
 
 @pytest.mark.parametrize("length", [lambda step: 2.0, lambda step: jnp.arange(2)])
 def test_a_length_of_a_block_that_is_no_integer(length):
-    model = est.transform(
-        replicate_model_fn(mlp_model_fn(optax.sgd(0.1)), devices=cpus(2), block_sync=BlockSync(length))
-    )
-    state = model.init(jax.random.key(0), X[0], Y[0])
+    model, state = started(replicate(mlp_model_fn(optax.sgd(0.1)), 2, block_sync=BlockSync(length)), X[0], Y[0])
     with pytest.raises(TypeError, match="got as block_steps must return an integer, .* begins at the given step; got"):
         model.train_step(state, X[0], Y[0])
-
-
-def test_a_plain_optimizer_is_refused_as_in_synchronous_training():
-    def plain(features, mode):
-        loss = jnp.mean(est.get_variable("w", (1,)) * features)
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
-
-    with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer"):
-        est.transform(replicate_model_fn(plain, devices=cpus(2), block_sync=BlockSync(2))).init(jax.random.key(0), X[0])
 
 
 def test_layers_and_scopes_have_the_same_default_names_in_every_run():
@@ -323,7 +301,7 @@ def test_layers_and_scopes_have_the_same_default_names_in_every_run():
         return est.EstimatorSpec(mode, output, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
     x, y = np.ones((4, 3), np.float32), np.ones(4, np.float32)
-    model, state = started(replicate_model_fn(model_fn, devices=cpus(2), block_sync=BlockSync(2)), x, y)
+    model, state = started(replicate(model_fn, 2, block_sync=BlockSync(2)), x, y)
     after, _ = model.train_step(state, x, y)
     names = {"block/dense/kernel", "block/dense/bias"}
     assert state.variables.keys() == names and after.slots["block_sync"].copies.keys() == names

@@ -96,8 +96,7 @@ def test_no_more_than_128_arrays_share_a_vector(choose):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("towers", [2, 3, 8])
+@pytest.mark.parametrize(("towers", "dtype"), [*zip((2, 3, 8), DTYPES, strict=True)])
 def test_what_was_chosen_sums(choose, towers, dtype):
     rows = [row(100, ring=0.5), row(1000, tree=0.5), row(64_000, reduce_scatter_gather=0.5, alone=0.5)]
     shapes = [(), (0,), (3, 5), (400,), (7,), (70, 30)]

@@ -18,7 +18,7 @@ SHAPES = [(), (0,), (1,), (3,), (7, 5), (64,), (2, 0, 3), (101,)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers, on_one_device", [*((n, False) for n in (1, 2, 3, 4, 5, 8)), (3, True), (4, True)])
+@pytest.mark.parametrize("towers, on_one_device", [*((n, False) for n in (1, 3, 5, 8)), (4, True)])
 def test_every_algorithm_takes_the_sum_and_all_towers_have_the_same_bits(towers, on_one_device):
     rng = np.random.default_rng(towers)
     arrays = [array for dtype in DTYPES for array in random_arrays(rng, towers, SHAPES, dtype)]
@@ -176,7 +176,7 @@ def replica_groups(text, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["psum/psum", "ring/tree", "recursive_halving_doubling/ring", "hierarchical"])
-@pytest.mark.parametrize("towers, processes", [(4, 2), (6, 2), (6, 3), (8, 2)])
+@pytest.mark.parametrize("towers, processes", [(6, 3), (8, 2)])
 def test_several_processes_take_the_same_sums(monkeypatch, algorithm, towers, processes):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     arrays = random_arrays(np.random.default_rng(0), towers, [(13,), ()], jnp.float32)

@@ -1,5 +1,6 @@
 """Training and evaluation with given cross_tower_ops: the numbers of the default, by other collectives."""
 
+import functools
 import re
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from testing.cross_tower import collectives
+from testing.model_fns import minimizing
 from testing.towers import assert_close, cpus, mlp_model_fn, regression
 
 import estimator as est
@@ -83,10 +85,7 @@ def test_gradients_come_first_in_the_order_in_which_variables_were_created():
     want, *_ = trained(replicated(None))
     for parts in (1, 3):
         ops = Recorded()
-        model = replicated(
-            ops, model_fn=lambda features, labels, mode, p=parts: counting_model_fn(features, labels, mode, p)
-        )
-        state = trained(model)
+        state = trained(replicated(ops, model_fn=functools.partial(counting_model_fn, parts=parts)))
         assert all(shapes[:2] == [(3, 4), (4,)] for shapes in ops.calls) and ops.calls
         assert_close(state[0].variables["a"], want.variables["a"])
 
@@ -98,11 +97,8 @@ def test_gradients_come_first_in_the_order_in_which_variables_were_created():
 @pytest.mark.usefixtures("users_compiler")
 def test_only_gradients_are_compressed():
     def one_step(ops):
-        def model_fn(features, labels, mode):
-            return counting_model_fn(features, labels, mode, optimizer=optax.sgd)
-
         x, y = regression(12, steps=1)
-        model = replicated(ops, model_fn=model_fn)
+        model = replicated(ops, model_fn=functools.partial(counting_model_fn, optimizer=optax.sgd))
         before = model.init(jax.random.key(0), x[0], y[0])
         after, spec = model.train_step(before, x[0], y[0])
         gradients = {name: (before.variables[name] - after.variables[name]) / 0.05 for name in ("z", "a")}
@@ -131,11 +127,13 @@ def test_gradients_are_sent_in_the_narrower_dtype_and_applied_in_their_own():
 # With what else there is.
 
 
-def words_model_fn(features, labels, mode):
+def words_loss(features, labels):
     ids = jnp.abs(features * 3).astype(jnp.int32)
-    w = est.get_variable("w", (2,))
-    loss = jnp.mean((est.embedding_lookup("words", ids, (20, 2)).sum(1) @ w - labels) ** 2)
-    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1)).minimize(loss))
+    rows = est.embedding_lookup("words", ids, (20, 2)).sum(1)
+    return jnp.mean((rows @ est.get_variable("w", (2,)) - labels) ** 2)
+
+
+words_model_fn = minimizing(words_loss, optax.adam(0.1))
 
 
 @pytest.mark.slow
@@ -171,9 +169,5 @@ def test_ops_are_refused_where_the_towers_do_not_sum(distribution):
         "devices of the variables, not in the towers. Leave it out, or use VariableDistribution.MIRRORED or SHARDED."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        replicate_model_fn(
-            mlp_model_fn(optax.sgd(0.1)),
-            devices=cpus(2),
-            variable_distribution=distribution,
-            cross_tower_ops=AllReduce(),
-        )
+        model_fn = mlp_model_fn(optax.sgd(0.1))
+        replicate_model_fn(model_fn, variable_distribution=distribution, cross_tower_ops=AllReduce())

@@ -1,22 +1,18 @@
 """Values with one array per tower, outside of programs."""
 
 import dataclasses
-import re
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing.refused import raises
 
 import estimator as est
 from replicate.cross_tower_ops import Mirrored, PerTower
 
 CPUS = jax.devices("cpu")
-
-
-def raises(kind, message):
-    return pytest.raises(kind, match=re.escape(message))
 
 
 def elsewhere(index=1):

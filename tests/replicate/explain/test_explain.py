@@ -30,6 +30,10 @@ def model_fn(features, labels, mode):
     return mlp_model_fn(optax.adam(0.1))(features, labels, mode)._replace(eval_metric_ops=None)
 
 
+def linear(**options):
+    return minimizing(lambda x, y: jnp.mean((x @ zeros("w", (3,)) - y) ** 2), **options)
+
+
 def kinds(report):
     return [(each.kind, each.dtype, each.bytes, each.participants) for each in report.collectives]
 
@@ -38,17 +42,14 @@ def kinds(report):
 @pytest.mark.parametrize("towers", [2, 4])
 def test_mirrored_variables_have_one_all_reduce_per_dtype(towers):
     report = explain(model_fn, X, Y, devices=cpus(towers))
-    assert sorted(kinds(report)) == [
-        ("all-reduce", "float32", VARIABLES + LOSSES, towers),
-        ("all-reduce", "int32", SCALAR, towers),
-    ]
+    floats, ints = sorted(kinds(report))
+    assert floats == ("all-reduce", "float32", VARIABLES + LOSSES, towers)
+    assert ints == ("all-reduce", "int32", SCALAR, towers)
     assert {(each.times, each.within) for each in report.collectives} == {(1, "")}
     assert report.steps_per_program == 100
     assert report.towers == tuple(f"cpu:{i}" for i in range(towers))
-    assert [(each.name, each.shape, each.tower_shape) for each in report.batch] == [
-        ("features", (8, 3), (8 // towers, 3)),
-        ("labels", (8,), (8 // towers,)),
-    ]
+    shapes = [(each.name, each.shape, each.tower_shape) for each in report.batch]
+    assert shapes == [("features", (8, 3), (8 // towers, 3)), ("labels", (8,), (8 // towers,))]
     assert {home.where for home in report.variables} == {f"whole on each of {towers} devices"}
 
 
@@ -65,12 +66,8 @@ def test_cut_variables_are_gathered():
     gathered = [each for each in report.collectives if each.kind == "all-gather"]
     assert sum(each.bytes for each in gathered) == VARIABLES
     assert len(gathered) == 1
-    assert {home.name: (home.cut_axis, home.bytes_by_device["cpu:3"]) for home in report.variables} == {
-        "rows": (None, 4),
-        "hidden/w": (1, 12),
-        "hidden/b": (0, 4),
-        "v": (0, 4),
-    }
+    homes = {home.name: (home.cut_axis, home.bytes_by_device["cpu:3"]) for home in report.variables}
+    assert homes == {"rows": (None, 4), "hidden/w": (1, 12), "hidden/b": (0, 4), "v": (0, 4)}
     assert re.search(r"collective  all-gather +float32\[4,5\] +80 B  4 devices, 1 x, 30 us\n", str(report))
 
 
@@ -109,19 +106,10 @@ def test_a_placement_describes_itself(sentence, options):
 
 @pytest.mark.parametrize("home, others", [("/cpu:0", 3), ("/cpu:5", 4)])
 def test_variables_on_their_own_device_are_copied_to_the_towers_and_gradients_back(home, others):
-    report = explain(
-        model_fn,
-        X,
-        Y,
-        devices=cpus(4),
-        variable_distribution="shared_local_parameter_server",
-        variable_device=home,
-        bandwidth=1e6,
-        latency=0.0,
-    )
-    weights = [
-        each for each in report.transfers if each.name.removeprefix("gradient of ") in ("hidden/w", "hidden/b", "v")
-    ]
+    where = {"variable_distribution": "shared_local_parameter_server", "variable_device": home}
+    report = explain(model_fn, X, Y, devices=cpus(4), bandwidth=1e6, latency=0.0, **where)
+    names = {f"{prefix}{name}" for name in ("hidden/w", "hidden/b", "v") for prefix in ("", "gradient of ")}
+    weights = [each for each in report.transfers if each.name in names]
     assert sum(each.bytes for each in weights if each.to_towers) == others * VARIABLES
     assert sum(each.bytes for each in weights if not each.to_towers) == others * VARIABLES
     assert {each.device for each in report.transfers} == {home[1:]}
@@ -133,9 +121,8 @@ def test_variables_on_their_own_device_are_copied_to_the_towers_and_gradients_ba
 
 
 def test_a_ring_of_permutes_takes_as_long_as_an_all_reduce():
-    flat = minimizing(lambda x, y: jnp.mean((x @ zeros("w", (3,)) - y) ** 2))
-    whole = explain(flat, X, Y, devices=cpus(4), latency=1e-3)
-    ring = explain(flat, X, Y, devices=cpus(4), latency=1e-3, cross_tower_ops=AllReduce("ring"))
+    whole = explain(linear(), X, Y, devices=cpus(4), latency=1e-3)
+    ring = explain(linear(), X, Y, devices=cpus(4), latency=1e-3, cross_tower_ops=AllReduce("ring"))
     assert [each.kind for each in whole.collectives] == ["all-reduce"]
     assert {each.kind for each in ring.collectives} == {"collective-permute"}
     assert ring.communication_seconds == pytest.approx(whole.communication_seconds)
@@ -202,8 +189,7 @@ def test_a_text_that_cannot_be_read_is_an_error():
 
 @pytest.mark.slow
 def test_micro_batches_are_counted_and_summed_once():
-    accumulated = minimizing(lambda x, y: jnp.mean((x @ zeros("w", (3,)) - y) ** 2), optax.sgd(0.1), accumulate_steps=2)
-    report = explain(accumulated, X, Y, devices=cpus(2))
+    report = explain(linear(accumulate_steps=2), X, Y, devices=cpus(2))
     assert report.micro_batches == 2
     assert kinds(report) == [("all-reduce", "float32", 3 * 4 + LOSSES, 2)]
     assert "A tower gets 4 of the batch's 8 rows, in 2 micro-batches one after another." in str(report)
@@ -226,10 +212,8 @@ def test_sparse_features_are_split_by_rows_too():
 
     x = BCOO.fromdense(np.eye(8, 3, dtype=np.float32))  # three entries, padded to four
     report = explain(sparse, x, Y, devices=cpus(2))
-    assert [(each.shape, each.tower_shape, each.sparse) for each in report.batch] == [
-        ((8, 3), (4, 3), True),
-        ((8,), (4,), False),
-    ]
+    batch = [(each.shape, each.tower_shape, each.sparse) for each in report.batch]
+    assert batch == [((8, 3), (4, 3), True), ((8,), (4,), False)]
     assert re.search(r"features +sparse float32\[8,3\] +float32\[4,3\]", str(report))
 
 

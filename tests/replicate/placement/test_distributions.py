@@ -50,17 +50,12 @@ def wide_model_fn(optimizer, width=16):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", initializer=uniform(3, width))
         v = est.get_variable("v", initializer=uniform(width, 8))
-        scale = est.get_variable("scale", (3,), initializer=jax.nn.initializers.ones)
-        output = (jnp.tanh((features * scale) @ w) @ v).sum(-1)
+        output = (jnp.tanh((features * ones("scale", (3,))) @ w) @ v).sum(-1)
         if mode == est.ModeKeys.PREDICT:
             return est.EstimatorSpec(mode, predictions={"output": output})
         loss = jnp.mean((output - labels) ** 2)
-        return est.EstimatorSpec(
-            mode,
-            loss=loss,
-            predictions={"output": output},
-            train_op=TowerOptimizer(optimizer, name="opt").minimize(loss),
-        )
+        train_op = TowerOptimizer(optimizer, name="opt").minimize(loss)
+        return est.EstimatorSpec(mode, {"output": output}, loss, train_op)
 
     return model_fn
 
@@ -228,7 +223,7 @@ def test_an_estimator_trains_evaluates_and_resumes(tmp_path, distribution):
     assert first.evaluate(lambda: [(x, y), (x[:3], y[:3])]) == got  # what the second one saved
 
 
-PLACES = [(towers, distribution) for towers in (1, 2, 3, 8) for distribution in VariableDistribution]
+PLACES = [(towers, distribution) for towers in (1, 3) for distribution in VariableDistribution]
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental.sparse import BCOO
-from testing.towers import assert_close, assert_same_training
+from testing.model_fns import minimizing
+from testing.towers import assert_close, assert_same_training, started
 from testing.wide import batches, program, whole_arrays, wide, wide_mlp
 
 import estimator as est
@@ -26,14 +27,17 @@ def test_initial_values_match_one_device_to_the_bit_and_created_in_pieces():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("partition", [("part",), (None, "part")])
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.01, eps=1e-4)], ids=["sparse", "dense"])
+@pytest.mark.parametrize(
+    ("partition", "optimizer"),
+    [(("part",), optax.sgd(0.1)), ((None, "part"), optax.sgd(0.1)), (("part",), optax.adam(0.01, eps=1e-4))],
+    ids=["sparse, rows", "sparse, columns", "dense"],
+)
 def test_lookups_in_a_table_that_is_cut(partition, optimizer):
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         rows = est.embedding_lookup("table", features, (104, 40), partition=partition)
-        loss = jnp.mean((jnp.tanh(rows).sum((1, 2)) - labels) ** 2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer).minimize(loss))
+        return jnp.mean((jnp.tanh(rows).sum((1, 2)) - labels) ** 2)
 
+    model_fn = minimizing(loss_of, optimizer)
     ids = np.random.default_rng(0).integers(-1, 104, (2, 8, 5))
     state = assert_same_training(model_fn, wide(2, 4, model_fn), (ids, np.ones((2, 8), np.float32)))
     assert state.variables["table"].addressable_data(0).size == 104 * 40 // 4
@@ -71,11 +75,11 @@ def test_the_parameters_of_a_flax_module_are_cut_by_a_function(kind):
 
     module = Dense if kind == "nnx" else nn.Sequential([nn.Dense(104), jnp.tanh, nn.Dense(1)])
 
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         net = est.flax_module(module, "net", partition=lambda x: (None, "part") if x.shape == (24, 104) else None)
-        loss = jnp.mean((net(features)[:, 0] - labels) ** 2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+        return jnp.mean((net(features)[:, 0] - labels) ** 2)
 
+    model_fn = minimizing(loss_of)
     state = assert_same_training(model_fn, wide(2, 4, model_fn), batches(8))
     shapes = {x.shape: x.addressable_data(0).shape for x in jax.tree.leaves(state.variables["net"]) if x.ndim == 2}
     assert shapes == {(24, 104): (24, 26), (104, 1): (104, 1)}
@@ -102,8 +106,7 @@ def test_every_tower_has_random_numbers_of_its_own_and_its_devices_the_same():
         noise = est.spread(jax.random.normal(est.make_rng(), (len(features), 8)), 1)
         return est.EstimatorSpec(mode, predictions={"noise": noise, "tower": tower_index() + 0 * features.astype(int)})
 
-    model = est.transform(wide(2, 4, model_fn))
-    state = model.init(jax.random.key(0), x := np.zeros(4, np.float32), mode="infer")
+    model, state = started(wide(2, 4, model_fn), x := np.zeros(4, np.float32), mode="infer")
     predictions = model.predict_step(state, x).predictions
     assert predictions["tower"].tolist() == [0, 0, 1, 1]
     assert not np.allclose(predictions["noise"][:2], predictions["noise"][2:])
@@ -145,8 +148,7 @@ def test_no_device_has_a_variable_its_gradient_or_its_slots_whole_at_any_time(op
     steps = x, y = batches(24)
     lines_by_parts = {}
     for parts in (4, 1):
-        model = est.transform(wide(2, parts, wide_mlp(optimizer, **options)))
-        state = model.init(jax.random.key(0), x[0], y[0])
+        model, state = started(wide(2, parts, wide_mlp(optimizer, **options)), x[0], y[0])
         lines_by_parts[parts] = [
             whole_arrays(program(model.train_step, state, x[0], y[0])),
             whole_arrays(program(model.train_loop, state, steps)),

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from testing.model_fns import predicting
-from testing.towers import cpus, started
+from testing.towers import replicate, started
 from testing.wide import batches, wide, wide_mlp
 
 import estimator as est
-from replicate import VariableDistribution, replicate_model_fn
 from replicate.cross_tower_ops import AllReduce
 from replicate.towers._devices import in_towers_of
 
@@ -97,42 +96,26 @@ def test_without_towers_spread_returns_what_it_got():
     initialized(body)
 
 
+DISTRIBUTION, WITH = "variable_distribution=", "was given with devices_per_tower"
+SUMS = "with devices_per_tower=4. Towers of several devices sum"
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("devices", "options", "message"),
     [
-        (
-            {"devices_per_tower": 3},
-            ValueError,
-            "devices_per_tower=3 does not divide the 8 devices into towers. Choose a",
-        ),
-        ({"devices_per_tower": 0}, ValueError, "devices_per_tower=0 does not divide the 8 devices into towers"),
-        ({"devices_per_tower": 16}, ValueError, "devices_per_tower=16 does not divide the 8 devices into towers"),
-        ({"devices_per_tower": 2.0}, TypeError, "devices_per_tower must be an integer; got 2.0."),
-        (
-            {"devices_per_tower": 4, "variable_distribution": VariableDistribution.SHARDED},
-            ValueError,
-            "variable_distribution='sharded' was given with devices_per_tower=4. Towers of several devices have",
-        ),
-        (
-            {"devices_per_tower": 8, "variable_distribution": "shared_round_robin"},
-            ValueError,
-            "variable_distribution='shared_round_robin' was given with devices_per_tower=8",
-        ),
-        (
-            {"devices_per_tower": 4, "variable_device": "cpu:0"},
-            ValueError,
-            "variable_device='cpu:0' was given with variable_distribution='mirrored', which has none",
-        ),
-        (
-            {"devices_per_tower": 4, "cross_tower_ops": AllReduce("ring")},
-            ValueError,
-            "cross_tower_ops was given, an AllReduce, with devices_per_tower=4. Towers of several devices sum",
-        ),
+        (3, {}, "devices_per_tower=3 does not divide the 8 devices into towers. Choose a"),
+        (0, {}, "devices_per_tower=0 does not divide the 8 devices into towers"),
+        (16, {}, "devices_per_tower=16 does not divide the 8 devices into towers"),
+        (2.0, {}, "devices_per_tower must be an integer; got 2.0."),
+        (4, {"variable_distribution": "sharded"}, f"{DISTRIBUTION}'sharded' {WITH}=4. Towers of several devices have"),
+        (8, {"variable_distribution": "shared_round_robin"}, f"{DISTRIBUTION}'shared_round_robin' {WITH}=8"),
+        (4, {"variable_device": "cpu:0"}, f"_device='cpu:0' was given with {DISTRIBUTION}'mirrored', which has none"),
+        (4, {"cross_tower_ops": AllReduce("ring")}, f"cross_tower_ops was given, an AllReduce, {SUMS}"),
     ],
 )
-def test_replicate_model_fn_refuses_at_the_door(options, error, message):
-    with pytest.raises(error, match=message):
-        replicate_model_fn(wide_mlp(), devices=cpus(8), **options)
+def test_replicate_model_fn_refuses_at_the_door(devices, options, message):
+    with pytest.raises(TypeError if isinstance(devices, float) else ValueError, match=message):
+        replicate(wide_mlp(), 8, devices_per_tower=devices, **options)
 
 
 def test_towers_of_several_devices_match_one_process():
@@ -153,8 +136,6 @@ def test_the_batch_must_divide_by_the_towers_not_by_the_devices():
 def test_wide_towers_are_compiled():
     x, y = (array[0] for array in batches(2))
     model, state = started(wide(2, 4, wide_mlp()), x, y)
-    with (
-        jax.disable_jit(),
-        pytest.raises(ValueError, match=r"Towers of 4 devices \(`devices_per_tower`\) run in compiled programs only"),
-    ):
+    message = r"Towers of 4 devices \(`devices_per_tower`\) run in compiled programs only"
+    with jax.disable_jit(), pytest.raises(ValueError, match=message):
         model.train_step(state, x, y)

@@ -184,7 +184,6 @@ def assert_same(layout, towers, parts, mode, rows, seed=0):
         (4, 2, "whole", est.ModeKeys.TRAIN, 12),
         (2, 4, "spread rows", est.ModeKeys.TRAIN, 8),
         (2, 2, "cut", est.ModeKeys.EVAL, 7),
-        (4, 2, "spread rows", est.ModeKeys.EVAL, 7),
         (4, 2, "whole", est.ModeKeys.EVAL, 3),
         (4, 2, "whole", est.ModeKeys.PREDICT, 7),
     ],

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.model_fns import minimizing
+from testing.model_fns import assigning, constant, minimizing, ones
 from testing.programs import collectives, operations
 from testing.towers import FOUR, assert_close, one_step, regression, replicate, started
 
@@ -17,16 +17,12 @@ from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, tower_index
 EIGHT = np.array([1.0, 2.0, 3.0, 6.0, -1.0, 4.0, 0.5, 2.5], np.float32)
 
 
-def constant(name, value, **kwargs):
-    return est.get_variable(name, (), initializer=jax.nn.initializers.constant(value), **kwargs)
-
-
 @pytest.mark.slow
 def test_micro_batches_are_towers_that_run_one_after_another():
     """Their random keys too, so that all four ways to run four parts give the same."""
 
     def model_fn(steps, features, labels, mode):
-        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
+        w = ones("w", (3,))
         noise = jax.random.normal(est.make_rng("noise"), labels.shape)
         loss = jnp.mean((features @ w + noise - labels) ** 2)
         train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
@@ -45,7 +41,7 @@ def test_micro_batches_are_towers_that_run_one_after_another():
 @pytest.mark.parametrize("towers, steps", [(1, 4), (2, 2)])
 def test_compute_gradients_gives_the_gradient_of_the_micro_batch(towers, steps):
     def model_fn(features, labels, mode):
-        w, d = constant("w", 1.0), constant("d", 5.0)
+        w, d = ones("w"), constant("d", 5.0)
         loss = jnp.mean(w * d * features)
         optimizer = TowerOptimizer(optax.adam(0.5), accumulate_steps=steps)
         ((gradient, _),) = optimizer.compute_gradients(loss, ["w"])
@@ -58,19 +54,6 @@ def test_compute_gradients_gives_the_gradient_of_the_micro_batch(towers, steps):
     assert set(state.slots["optimizer"][0].mu) == {"w"}  # None is absent
     assert_close(state.slots["optimizer"][0].mu["w"], jnp.float32(0.1 * np.minimum(gradients, 3).sum()))
     assert state.variables["d"] == 5.0
-
-
-# Variables that the model_fn writes.
-
-
-def assign_model_fn(write, aggregation="mean", initial=0.0, steps=2):
-    def loss_of(features, labels):
-        w = constant("w", 1.0)
-        est.get_variable("s", initializer=initial, trainable=False, aggregation=aggregation)
-        write(features)
-        return jnp.mean(w * features)
-
-    return minimizing(loss_of, optax.sgd(0.1), accumulate_steps=steps)
 
 
 class FirstLast:
@@ -90,10 +73,10 @@ jax.tree_util.register_pytree_node(FirstLast, lambda m: ((m.first, m.last), None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2, 4])
+@pytest.mark.parametrize("towers", [1, 4])
 def test_results_come_in_input_order(towers):
     def model_fn(features, labels, mode):
-        loss = jnp.mean(constant("w", 1.0) * features)
+        loss = jnp.mean(ones("w") * features)
         train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=2).minimize(loss)
         predictions = {"x": features, "micro": jnp.full(features.shape, len(features), jnp.int32)}
         exports = {"y": est.export.PredictOutput(jnp.stack([features, -features], 1))}
@@ -111,7 +94,7 @@ def test_results_come_in_input_order(towers):
 
 def test_collectives_of_the_model_fn_go_over_the_towers_of_one_micro_batch():
     def model_fn(features, labels, mode):
-        loss = jnp.mean(constant("w", 1.0) * features)
+        loss = jnp.mean(ones("w") * features)
         train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=2).minimize(loss)
         seen = {"mean": cross_tower_mean(features), "total": jax.lax.psum(features, TOWER_AXIS)}
         seen["tower"] = jnp.broadcast_to(tower_index(), features.shape)
@@ -130,7 +113,7 @@ def test_collectives_of_the_model_fn_go_over_the_towers_of_one_micro_batch():
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_without_towers_a_batch_runs_in_one_piece_and_one_warning_says_so(messages, optimizers):
     def model_fn(steps, features, labels, mode):
-        w = constant("w", 1.0)
+        w = ones("w")
         made = [TowerOptimizer(est.Optimizer(optax.sgd(0.1)), accumulate_steps=steps) for _ in range(optimizers)]
         loss = jnp.mean(w * features)
         seen = jnp.full(features.shape, len(features), jnp.int32)
@@ -164,7 +147,7 @@ def test_what_is_no_number_of_micro_batches(wrong):
 
 @pytest.mark.parametrize("towers, rows", [(1, 6), (2, 12)])
 def test_rows_that_do_not_divide(towers, rows):
-    model_fn = replicate(assign_model_fn(lambda x: None, steps=4), towers)
+    model_fn = replicate(assigning(lambda x: None, steps=4), towers)
     message = (
         f"Batch size {rows} needs to be divisible by the number of towers, which is {towers}, times "
         f"`accumulate_steps`, which is 4. Choose a batch size that is a multiple of {4 * towers}, or another"
@@ -176,7 +159,7 @@ def test_rows_that_do_not_divide(towers, rows):
 @pytest.mark.parametrize("make_other", [lambda o: TowerOptimizer(o, "other", accumulate_steps=3), est.Optimizer])
 def test_different_numbers_in_one_step(make_other):
     def model_fn(features, labels, mode):
-        loss = jnp.mean(constant("w", 1.0) * features)
+        loss = jnp.mean(ones("w") * features)
         one, other = TowerOptimizer(optax.sgd(0.1), "one", accumulate_steps=2), make_other(optax.sgd(0.1))
         return est.EstimatorSpec(mode, loss=loss, train_op=est.group(one.minimize(loss), other.minimize(loss)))
 
@@ -187,14 +170,14 @@ def test_different_numbers_in_one_step(make_other):
 
 
 def test_integers_cannot_be_averaged_over_micro_batches():
-    model_fn = assign_model_fn(lambda x: est.assign("s", jnp.int32(1)), initial=np.int32(0))
+    model_fn = assigning(lambda x: est.assign("s", jnp.int32(1)), initial=np.int32(0), steps=2)
     with pytest.raises(ValueError, match="The micro-batches assign to the variable 's', whose int32 values cannot"):
         one_step(replicate(model_fn, 1), FOUR)
 
 
 def test_predictions_of_the_whole_batch():
     def model_fn(features, labels, mode):
-        return assign_model_fn(lambda x: None)(features, labels, mode)._replace(predictions=features.sum())
+        return assigning(lambda x: None, steps=2)(features, labels, mode)._replace(predictions=features.sum())
 
     with pytest.raises(
         ValueError, match=r"from several micro-batches; it has shape \(\) in a micro-batch of 2 examples"
@@ -202,18 +185,18 @@ def test_predictions_of_the_whole_batch():
         one_step(replicate(model_fn, 1), FOUR)
 
 
+def apply(optimizer, loss):
+    return optimizer.apply_gradients(optimizer.compute_gradients(loss))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["minimize", "compute_gradients"])
-def test_weights_that_are_trained_are_refused_unless_no_gradient_flows(call):
+@pytest.mark.parametrize("update", [TowerOptimizer.minimize, apply])
+def test_weights_that_are_trained_are_refused_unless_no_gradient_flows(update):
     def model_fn(steps, stop, features, labels, mode):
-        w, u = (est.get_variable(name, (3,), initializer=jax.nn.initializers.ones) for name in "wu")
-        weights = stop(jax.nn.sigmoid(features @ u))
-        loss = est.losses.mean_squared_error(labels, features @ w, weights, est.Reduction.MEAN)
+        weights = stop(jax.nn.sigmoid(features @ ones("u", (3,))))
+        loss = est.losses.mean_squared_error(labels, features @ ones("w", (3,)), weights, est.Reduction.MEAN)
         optimizer = TowerOptimizer(optax.sgd(0.5), accumulate_steps=steps)
-        if call == "minimize":
-            return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
-        train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        return est.EstimatorSpec(mode, loss=loss, train_op=update(optimizer, loss))
 
     (x,), (y,) = regression(8, steps=1)
     stopped = functools.partial(model_fn, stop=jax.lax.stop_gradient)
@@ -271,8 +254,7 @@ def memory(towers, steps, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2])
-@pytest.mark.parametrize("rows", [8, 1024])
+@pytest.mark.parametrize(("towers", "rows"), [(1, 8), (2, 1024)])
 def test_memory_holds_one_micro_batch_and_one_copy_of_its_rows_and_of_the_gradients(towers, rows):
     """Where the variables are large, and where the activations are."""
     micro_batch = rows * (WIDTH + 1) * 4

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.model_fns import predicting
+from testing.model_fns import predicting, zeros
 from testing.towers import FOUR, assert_close, mlp_model_fn, one_step, regression, replicate, started
 
 import estimator as est
@@ -59,8 +59,7 @@ def test_a_wrapper_may_train_variables_of_its_own():
 
     def wrapped(features, labels, mode):
         spec = inner(features, labels, mode)
-        bias = est.get_variable("bias", (), initializer=jax.nn.initializers.zeros)
-        loss = jnp.mean((bias - labels) ** 2)
+        loss = jnp.mean((zeros("bias") - labels) ** 2)
         own = est.Optimizer(optax.sgd(0.5)).minimize(loss, var_list=["bias"])
         return spec._replace(train_op=est.group(spec.train_op, own))
 
@@ -91,8 +90,7 @@ def test_a_wrapper_that_minimizes_first_has_slots_of_its_own(towers):
     inner = replicate(mlp_model_fn(optax.adam(0.1)), towers)
 
     def wrapped(features, labels, mode):
-        bias = est.get_variable("bias", (), initializer=jax.nn.initializers.zeros)
-        loss = jnp.mean((bias - labels) ** 2)
+        loss = jnp.mean((zeros("bias") - labels) ** 2)
         own = est.Optimizer(optax.sgd(0.5, momentum=0.9)).minimize(loss, var_list=["bias"])
         spec = inner(features, labels, mode)
         return spec._replace(train_op=est.group(own, spec.train_op))

@@ -10,7 +10,7 @@ import pytest
 from testing.towers import cpus, one_step
 
 import estimator as est
-from replicate import TowerOptimizer, replicate_model_fn
+from replicate import BlockSync, TowerOptimizer, replicate_model_fn
 
 ROWS = np.arange(8, dtype=np.float32)
 
@@ -91,14 +91,6 @@ REFUSED = {
             "predictions['total'] must have the batch as its first dimension to be put together from several towers; "
             "it has shape () in a tower of 4 examples.",
         ),
-        (
-            lambda: started(model_fn, 2, ROWS, ROWS[:4]),
-            "All arrays of a batch must have the same batch size (first dimension); got features: 8, labels: 4.",
-        ),
-        (
-            lambda: started(model_fn, 2, {"x": ROWS, "rate": np.float32(1)}),
-            "needs a batch dimension; features['rate'] is a scalar.",
-        ),
         (lambda: started(params={"rate": 1.0}), "model_fn (model_fn) does not include params argument, but params"),
         (
             lambda: replicate_model_fn(model_fn, devices=cpus(2), variable_distribution="nowhere"),
@@ -123,10 +115,12 @@ def test_what_is_refused_is_said(error, call, message):
 
 
 @pytest.mark.covers("12 gradients")
-@pytest.mark.parametrize("towers", [2, 4])
-def test_a_plain_optimizer_with_several_devices(towers):
-    with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer in order to use replicate_model_"):
-        started(plain_fn, towers)
+@pytest.mark.parametrize("options", [{}, {"block_sync": BlockSync(2)}], ids=["", "block_sync"])
+def test_a_plain_optimizer_with_several_devices(options, tmp_path):
+    towers = replicate_model_fn(plain_fn, devices=cpus(2), **options)
+    for use in (lambda: one_step(towers, ROWS), lambda: est.Estimator(towers, tmp_path).train(lambda: ROWS)):
+        with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer in order to use replicate_m"):
+            use()
 
 
 @pytest.mark.covers("12 splitting")

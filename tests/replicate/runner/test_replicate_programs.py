@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.model_fns import everything
 from testing.programs import collectives, operations
 from testing.towers import OPTIMIZERS, STEPS, mlp_model_fn, regression, replicate, started
 from testing.wide import batches, wide, wide_mlp
 
 import estimator as est
-from replicate import TowerOptimizer, cross_tower_mean, tower_index
+from replicate import TowerOptimizer
 
 
 @pytest.mark.quick
@@ -86,31 +87,6 @@ def test_one_device_runs_the_program_of_the_plain_model_fn(optimizer):
     assert replicated == plain
 
 
-def everything_model_fn(features, mode, labels=None):
-    """Writes to variables, random keys, collectives, a weighted loss, metrics, gradients of both kinds."""
-    w = est.get_variable("w", (3,))
-    est.get_variable("mean", initializer=jnp.zeros(3), trainable=False)
-    est.get_variable("seen", initializer=np.int32(0), trainable=False)
-    est.get_variable("first", (), trainable=False, aggregation="only_first_tower")
-    est.assign("mean", 0.9 * est.read_variable("mean") + 0.1 * cross_tower_mean(features.mean(0)))
-    est.assign("first", features[0, 0])
-    est.assign_add("seen", features.shape[0])
-    noise = jax.random.uniform(est.make_rng("noise"), features.shape)
-    logits = jnp.where(noise < 0.5, features - est.read_variable("mean"), noise) @ w
-    predictions = {"logits": logits, "index": jnp.broadcast_to(tower_index(), logits.shape)}
-    if mode == est.ModeKeys.PREDICT:
-        return est.EstimatorSpec(mode, predictions)
-    weights = jnp.abs(features[:, 0])
-    loss = est.losses.mean_squared_error(labels, logits, weights)
-    optimizer = TowerOptimizer(optax.adam(0.1))
-    train_op = est.group(optimizer.apply_gradients(optimizer.compute_gradients(loss)), optimizer.minimize(loss))
-    metrics = {
-        "mean": est.metrics.mean(logits, weights),
-        "accuracy": est.metrics.accuracy(labels > 0, logits > 0, weights),
-    }
-    return est.EstimatorSpec(mode, predictions, loss, train_op, metrics)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["train_step", "train_loop", "eval_step", "predict_step"])
 @pytest.mark.usefixtures("users_compiler")
@@ -123,7 +99,7 @@ def test_one_device_runs_the_operations_of_the_plain_model_fn_in_every_mode(step
         program = jax.jit(lambda *args: getattr(model, step)(*args))
         return operations(program.lower(state, *batch).compile().as_text())
 
-    plain, replicated = compiled(everything_model_fn), compiled(replicate(everything_model_fn, 1))
+    plain, replicated = compiled(everything()), compiled(replicate(everything(), 1))
     assert plain["fusion"] > 2
     assert replicated == plain
 

@@ -121,8 +121,7 @@ WEIGHTED = [
 
 def weighted_model_fn(reduction, steps=1):
     def loss_of(features, labels):
-        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
-        output = features["x"] @ w
+        output = features["x"] @ ones("w", (3,))
         return est.losses.mean_squared_error(labels, output, features["weight"], reduction)
 
     return minimizing(loss_of, optax.sgd(0.1), accumulate_steps=steps)
@@ -161,9 +160,8 @@ def test_any_weights_give_the_global_mean(weights, reduction):
 @pytest.mark.parametrize("towers", [2, 4])
 def test_gradients_flow_through_the_denominator_of_a_weighted_mean(towers):
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
-        u = est.get_variable("u", (3,), initializer=jax.nn.initializers.ones)
-        weights = jax.nn.sigmoid(features["x"] @ u) * features["weight"]
+        w = ones("w", (3,))
+        weights = jax.nn.sigmoid(features["x"] @ ones("u", (3,))) * features["weight"]
         loss = est.losses.mean_squared_error(labels, features["x"] @ w, weights, est.Reduction.MEAN)
         return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.5)).minimize(loss))
 

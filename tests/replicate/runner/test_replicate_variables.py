@@ -5,26 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.model_fns import minimizing, predicting
+from testing.model_fns import assigning, minimizing, ones, predicting
 from testing.towers import FOUR, STEPS, assert_close, assert_same_training, reduced, regression, replicate, started
 
 import estimator as est
 from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, cross_tower_sum, num_towers
-
-
-def assign_model_fn(write, aggregation=est.VariableAggregation.MEAN, initial=0.0, steps=1):
-    """`write(rows of the tower)` is called with the variable "s" there."""
-
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        est.get_variable("s", initializer=initial, trainable=False, aggregation=aggregation)
-        write(features)
-        loss = jnp.mean(w * features)
-        seen = jnp.broadcast_to(est.read_variable("s"), features.shape)
-        train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
-        return est.EstimatorSpec(mode, predictions=seen, loss=loss, train_op=train_op)
-
-    return model_fn
 
 
 def one_step(model_fn, features, towers):
@@ -32,28 +17,27 @@ def one_step(model_fn, features, towers):
     return model.train_step(state, features)
 
 
-MERGED = pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
-
-
 @pytest.mark.quick
-@MERGED
+@pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
 def test_assign_merges_by_aggregation(aggregation, want):
-    model_fn = assign_model_fn(lambda x: est.assign("s", x[0]), aggregation)
+    model_fn = assigning(lambda x: est.assign("s", x[0]), aggregation)
     state, spec = one_step(model_fn, FOUR, 4)
     assert state.variables["s"] == want
     np.testing.assert_array_equal(spec.predictions, FOUR)
 
 
 def test_assign_add_sums_over_towers_and_is_seen_in_the_run():
-    model_fn = assign_model_fn(lambda x: est.assign_add("s", x.sum()), initial=10.0)
+    model_fn = assigning(lambda x: est.assign_add("s", x.sum()), initial=10.0)
     state, spec = one_step(model_fn, FOUR, 2)
     assert state.variables["s"] == 22.0
     np.testing.assert_array_equal(spec.predictions, [13.0, 13.0, 19.0, 19.0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers, steps", [(4, 1), (2, 2), (1, 4)])
-@MERGED
+@pytest.mark.parametrize(
+    "aggregation, want, towers, steps",
+    [("mean", 3.0, 4, 1), ("sum", 12.0, 2, 2)] + [("only_first_tower", 1.0, n, 4 // n) for n in (4, 2, 1)],
+)
 def test_assign_add_after_assign_adds_to_the_merged_value(aggregation, want, towers, steps):
     """Of towers and micro-batches alike; only the value of the first counts where it is to, even next to NaN."""
 
@@ -62,14 +46,14 @@ def test_assign_add_after_assign_adds_to_the_merged_value(aggregation, want, tow
         est.assign("s", jnp.where((aggregation == "only_first_tower") & (x[0] > 1), jnp.nan, x[0]))
         est.assign_add("s", 10.0)
 
-    state, _ = one_step(assign_model_fn(write, aggregation, steps=steps), FOUR, towers)
+    state, _ = one_step(assigning(write, aggregation, steps=steps), FOUR, towers)
     assert state.variables["s"] == want + 40.0
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("towers", "steps"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("towers", "steps"), [(1, 1), (4, 1), (1, 2), (2, 2)])
 def test_an_integer_counter_counts_every_tower(towers, steps):
-    model_fn = assign_model_fn(lambda x: est.assign_add("s", 1), initial=np.int32(5), steps=steps)
+    model_fn = assigning(lambda x: est.assign_add("s", 1), initial=np.int32(5), steps=steps)
     state, _ = one_step(model_fn, FOUR, towers)
     assert state.variables["s"] == 5 + towers * steps
     assert state.variables["s"].dtype == jnp.int32
@@ -77,7 +61,7 @@ def test_an_integer_counter_counts_every_tower(towers, steps):
 
 @pytest.mark.parametrize("aggregation, want", [("sum", 12), ("only_first_tower", 1)])
 def test_integers_are_assigned_by_sum_or_from_the_first_tower(aggregation, want):
-    model_fn = assign_model_fn(lambda x: est.assign("s", x[0].astype(jnp.int32)), aggregation, np.int32(0))
+    model_fn = assigning(lambda x: est.assign("s", x[0].astype(jnp.int32)), aggregation, np.int32(0))
     state, _ = one_step(model_fn, FOUR, 4)
     assert state.variables["s"] == want
 
@@ -88,10 +72,9 @@ def test_a_pytree_of_statistics_is_averaged():
         est.assign("s", {"mean": 0.5 * old["mean"] + 0.5 * x.mean(), "max": x.max(keepdims=True)})
 
     def loss_of(features, labels):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
         est.get_variable("s", initializer={"mean": 2.0, "max": jnp.zeros(1)}, trainable=False)
         write(features)
-        return jnp.mean(w * features)
+        return jnp.mean(ones("w") * features)
 
     state, _ = one_step(minimizing(loss_of), FOUR, 2)
     assert_close(state.variables["s"], {"mean": jnp.float32(2.5), "max": jnp.full(1, 4.0)})
@@ -99,7 +82,7 @@ def test_a_pytree_of_statistics_is_averaged():
 
 @pytest.mark.parametrize("mode", ["eval_step", "predict_step"])
 def test_assignments_act_in_training_alone(mode):
-    model_fn = assign_model_fn(lambda x: est.assign("s", x[0]))
+    model_fn = assigning(lambda x: est.assign("s", x[0]))
     model, state = started(replicate(model_fn, 2), FOUR)
     np.testing.assert_array_equal(getattr(model, mode)(state, FOUR).predictions, np.zeros(4))
 
@@ -131,7 +114,7 @@ def statistics_model_fn(features, labels, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("towers", [1, 3])
 def test_written_variables_match_one_big_batch_after_several_steps(towers):
     x, y = regression(24)
     state = assert_same_training(statistics_model_fn, replicate(statistics_model_fn, towers), (x, y))
@@ -196,8 +179,8 @@ def batch_norm_model_fn(mean, reduction="mean"):
 @pytest.mark.parametrize(
     ("mean", "towers", "reduction"),
     [
-        *(("pmean", towers, reduction) for towers, reduction in ((1, "mean"), (2, "sum"), (4, "mean"))),
-        *(("cross_tower_mean", towers, reduction) for towers, reduction in ((1, "sum"), (3, "mean"), (8, "sum"))),
+        *(("pmean", 1, "mean"), ("pmean", 2, "sum")),
+        *(("cross_tower_mean", 3, "mean"), ("cross_tower_mean", 8, "sum")),
     ],
 )
 def test_batch_norm_over_all_towers_matches_one_big_batch(mean, towers, reduction):
@@ -228,7 +211,7 @@ def centered_losses(w, features, labels, mean=lambda x: x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("towers", "reduction"), [(1, "mean"), (2, "sum"), (3, "mean"), (8, "mean"), (8, "sum")])
+@pytest.mark.parametrize(("towers", "reduction"), [(1, "mean"), (2, "sum"), (3, "mean")])
 def test_gradients_through_every_collective_match_one_big_batch(towers, reduction):
     """One optimizer and one variable for each, so that one program has them all."""
     (x,), (y,) = regression(24, steps=1)
@@ -267,9 +250,8 @@ def test_batch_norm_of_each_tower_alone_is_another_model():
 @pytest.mark.parametrize("towers", [1, 2])
 def test_variables_of_several_dtypes_train_together(towers):
     def loss_of(features, labels):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        half = est.get_variable("half", (), jnp.bfloat16, jax.nn.initializers.ones)
-        return jnp.mean(features * w) + jnp.mean(features.astype(jnp.bfloat16) * half).astype(jnp.float32)
+        half = jnp.mean(features.astype(jnp.bfloat16) * ones("half", dtype=jnp.bfloat16))
+        return jnp.mean(features * ones("w")) + half.astype(jnp.float32)
 
     state, spec = one_step(minimizing(loss_of, optax.sgd(1.0)), FOUR, towers)
     assert spec.loss == 6.0
@@ -281,7 +263,7 @@ def test_variables_of_several_dtypes_train_together(towers):
 @pytest.mark.quick
 @pytest.mark.parametrize(("towers", "steps"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_a_flag_is_assigned_from_the_first_tower(towers, steps):
-    model_fn = assign_model_fn(lambda x: est.assign("s", x[0] == 1.0), "only_first_tower", np.bool_(False), steps)
+    model_fn = assigning(lambda x: est.assign("s", x[0] == 1.0), "only_first_tower", np.bool_(False), steps)
     state, _ = one_step(model_fn, FOUR, towers)
     assert state.variables["s"].dtype == jnp.bool_
     assert state.variables["s"]

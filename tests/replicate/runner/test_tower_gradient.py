@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.model_fns import minimizing
+from testing.model_fns import minimizing, ones
 from testing.towers import FOUR, REDUCTIONS, assert_close, cpus, one_step, reduced, regression, replicate
 
 import estimator as est
@@ -25,8 +25,7 @@ def model_fn_with(take, reduction="mean", optimizer=lambda: TowerOptimizer(optax
     """w is trained by what `take(optimizer, loss, gradient)` returns."""
 
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss, gradient = own_gradient(w, features, reduction)
+        loss, gradient = own_gradient(ones("w"), features, reduction)
         made = optimizer()
         return est.EstimatorSpec(mode, loss=loss, train_op=made.apply_gradients(take(made, loss, gradient)))
 
@@ -102,9 +101,8 @@ def test_what_compute_gradients_returned_may_be_changed_and_applied_by_another_o
 
 def test_a_gradient_for_a_variable_that_compute_gradients_left_out_is_refused():
     def model_fn(features, labels, mode):
-        v = est.get_variable("v", (), initializer=jax.nn.initializers.ones)
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss, gradient = own_gradient(w, features * v)
+        v = ones("v")
+        loss, gradient = own_gradient(ones("w"), features * v)
         optimizer = TowerOptimizer(optax.sgd(0.01))
         pairs = [*optimizer.compute_gradients(loss, ["v"]), (gradient, "w")]
         return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.apply_gradients(pairs))
@@ -122,7 +120,7 @@ def test_trees_none_and_sparse_gradients(towers):
     def model_fn(features, labels, mode):
         net = est.get_variable("net", lambda key: {"w": jnp.ones(3), "b": jnp.zeros(())})
         est.get_variable("left", (2,))
-        table = est.get_variable("table", (3, 2), initializer=jax.nn.initializers.ones)
+        table = ones("table", (3, 2))
 
         def loss_of(net, rows):
             return jnp.mean((features["x"] @ net["w"] + net["b"] - rows.sum(1)) ** 2)
@@ -141,8 +139,7 @@ def test_trees_none_and_sparse_gradients(towers):
 
 def test_it_scales_what_evaluation_computes_as_compute_gradients_does():
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss, gradient = own_gradient(w, features)
+        loss, gradient = own_gradient(ones("w"), features)
         ((computed, _),) = TowerOptimizer(optax.sgd(0.01)).compute_gradients(loss)
         equal = est.tower_gradient(gradient) - computed
         return est.EstimatorSpec(mode, loss=loss, eval_metric_ops={"equal": est.metrics.mean(equal)})
@@ -162,7 +159,7 @@ def test_a_sparse_gradient_keeps_its_rows():
     seen = []
 
     def loss_of(features, labels):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        w = ones("w")
         seen.append(est.tower_gradient(slices))
         return jnp.mean(w * features)
 

@@ -1,25 +1,22 @@
 """TowerOptimizer: one optimizer on the sum of all towers' gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus, one_step, started
+from testing import towers as shared
+from testing.model_fns import constant, ones, zeros
+from testing.towers import FOUR, one_step, started
 
 import estimator as est
-from replicate import TowerOptimizer, num_towers, replicate_model_fn, tower_index
+from replicate import TowerOptimizer, num_towers, tower_index
 
 ONES = np.ones((2, 1), np.float32)
-FOUR = np.array([1.0, 2.0, 3.0, 6.0], np.float32)
-
-
-def replicate(model_fn, towers, reduction=est.Reduction.SUM):
-    return replicate_model_fn(model_fn, reduction, cpus(towers))
-
-
-def constant(name, value):
-    return est.get_variable(name, (), initializer=jax.nn.initializers.constant(value))
+replicate = functools.partial(shared.replicate, reduction=est.Reduction.SUM)
+MEAN = {"reduction": est.Reduction.MEAN}
 
 
 # The cases of the original's own tests.
@@ -126,29 +123,16 @@ ADAM = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, kind",
-    [
-        (towers, kind)
-        for towers in (None, 1, 2)
-        for kind in ("function", "optimizer", "optimizer_of_function", "plain")
-        if (towers, kind) != (2, "plain")  # an error, see test_replicate_errors.py
-    ],
+    [*((2, each) for each in ("function", "optimizer", "optimizer_of_function")), (1, "plain"), (None, "function")],
 )
 @pytest.mark.usefixtures("users_compiler")
 def test_every_way_to_give_the_optimizer_trains_alike(kind, towers):
     def trained(make_optimizer):
-        model_fn = square_model_fn(make_optimizer)
-        if towers:
-            model_fn = replicate(model_fn, towers, est.Reduction.MEAN)
-        return one_step(model_fn, FOUR)
+        return one_step(replicate(square_model_fn(make_optimizer), towers, **MEAN), FOUR)
 
     (state, spec), (want_state, want) = trained(ADAM[kind]), trained(ADAM["transformation"])
     assert spec.loss == want.loss == 12.5
-    for got, other in zip(
-        jax.tree.leaves((state.variables, state.slots)),
-        jax.tree.leaves((want_state.variables, want_state.slots)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(got, other)
+    jax.tree.map(np.testing.assert_array_equal, state[:2], want_state[:2])
     assert set(state.slots) == {"optimizer"}
 
 
@@ -180,7 +164,7 @@ def test_minimize_may_be_called_in_every_mode(mode):
         loss = jnp.mean((w * features) ** 2)
         return est.EstimatorSpec(mode, w * features, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
-    model, state = started(replicate(model_fn, 2, est.Reduction.MEAN), FOUR, mode=mode)
+    model, state = started(replicate(model_fn, 2, **MEAN), FOUR, mode=mode)
     assert not state.slots
     step = model.eval_step if mode == "eval" else model.predict_step
     np.testing.assert_array_equal(step(state, FOUR).predictions, FOUR)
@@ -197,7 +181,7 @@ def test_the_optax_chain_sees_the_global_gradient():
 def test_the_loss_reaches_optimizers_that_ask_for_its_value():
     transform = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, accumulation_size=1))
     model_fn = square_model_fn(lambda: TowerOptimizer(transform))
-    state, spec = one_step(replicate(model_fn, 4, est.Reduction.MEAN), FOUR)
+    state, spec = one_step(replicate(model_fn, 4, **MEAN), FOUR)
     np.testing.assert_allclose(state.slots["optimizer"][1].best_value, 12.5, rtol=1e-6)
     assert spec.loss == 12.5
 
@@ -225,14 +209,14 @@ def gradient_model_fn(change=lambda gradient: gradient):
     "reduction, want", [("weighted_sum", [1.5, 1.5, 4.5, 4.5]), ("weighted_mean", [0.75, 0.75, 2.25, 2.25])]
 )
 def test_gradients_are_the_towers_own_of_the_scaled_loss(reduction, want):
-    state, spec = one_step(replicate(gradient_model_fn(), 2, reduction), FOUR)
+    state, spec = one_step(replicate(gradient_model_fn(), 2, reduction=reduction), FOUR)
     np.testing.assert_allclose(spec.predictions["gradient"], want, rtol=1e-6)
     np.testing.assert_allclose(state.variables["w"], 1 - want[0] - want[2], rtol=1e-5)
 
 
 def test_gradients_changed_by_the_model_fn_are_changed_before_the_sum():
     model_fn = gradient_model_fn(lambda gradient: jnp.minimum(gradient, 1.0))
-    state, _ = one_step(replicate(model_fn, 2, est.Reduction.MEAN), FOUR)
+    state, _ = one_step(replicate(model_fn, 2, **MEAN), FOUR)
     np.testing.assert_allclose(state.variables["w"], 1 - 0.75 - 1.0, rtol=1e-5)
 
 
@@ -247,7 +231,7 @@ def test_gradients_may_depend_on_the_tower(towers):
 @pytest.mark.parametrize("towers", [None, 1, 2])
 def test_compute_gradients_twice_the_second_loss_from_the_first_gradient(towers):
     def model_fn(features, labels, mode):
-        w, v = constant("w", 1.0), constant("v", 2.0)
+        w, v = ones("w"), constant("v", 2.0)
         optimizer = TowerOptimizer(optax.sgd(1.0))
         ((dw, _),) = optimizer.compute_gradients(jnp.sum(w**2 * features), ["w"])
         loss = jnp.sum(v * dw * features)
@@ -255,7 +239,7 @@ def test_compute_gradients_twice_the_second_loss_from_the_first_gradient(towers)
         predictions = {name: jnp.broadcast_to(g, features.shape) for name, g in [("w", dw), ("v", dv)]}
         return est.EstimatorSpec(mode, predictions, loss, optimizer.apply_gradients([(dw, "w"), (dv, "v")]))
 
-    state, spec = one_step(replicate(model_fn, towers) if towers else model_fn, FOUR)
+    state, spec = one_step(replicate(model_fn, towers), FOUR)
     totals = FOUR.reshape(towers or 1, -1).sum(1)
     dw = 2 * totals
     rows = len(FOUR) // len(totals)
@@ -269,7 +253,7 @@ def test_compute_gradients_next_to_minimize_and_random_draws():
     """The part of the model_fn before `compute_gradients` is run again; nothing of it counts twice."""
 
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (1,), initializer=jax.nn.initializers.ones)
+        w = ones("w", (1,))
         est.get_variable("draws", initializer=np.int32(0), trainable=False)
         est.assign_add("draws", 1)
         noise = jax.random.normal(est.make_rng(), features.shape)
@@ -296,14 +280,13 @@ def test_compute_gradients_of_a_weighted_loss(towers, steps):
     """Its denominator is averaged over towers in the repeated run as in the first."""
 
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-        loss = est.losses.compute_weighted_loss(w * features, labels)
+        loss = est.losses.compute_weighted_loss(ones("w") * features, labels)
         optimizer = TowerOptimizer(optax.sgd(1.0), accumulate_steps=steps)
         train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
     weights = np.array([0, 0, 0, 2], np.float32)
-    state, spec = one_step(replicate(model_fn, towers, est.Reduction.MEAN), FOUR, weights)
+    state, spec = one_step(replicate(model_fn, towers, **MEAN), FOUR, weights)
     assert spec.loss == 12.0
     assert state.variables["w"] == -11.0
 
@@ -318,7 +301,7 @@ def test_slots_are_those_at_the_start_of_the_step(towers):
 
     def model_fn(features, labels, mode):
         w = constant("w", 1.0)
-        est.get_variable("other", (2,), initializer=jax.nn.initializers.zeros)
+        zeros("other", (2,))
         loss = jnp.mean(w * features)
         optimizer = TowerOptimizer(optax.adam(0.1))
         train_op = optimizer.minimize(loss, var_list=["w"])
@@ -331,7 +314,7 @@ def test_slots_are_those_at_the_start_of_the_step(towers):
         predictions = {"mu": jnp.broadcast_to(mu, features.shape), "count": jnp.broadcast_to(count, features.shape)}
         return est.EstimatorSpec(mode, predictions, loss, train_op)
 
-    model, state = started(replicate(model_fn, towers, est.Reduction.MEAN) if towers else model_fn, FOUR)
+    model, state = started(replicate(model_fn, towers, **MEAN), FOUR)
     state, first = model.train_step(state, FOUR)
     _, second = model.train_step(state, FOUR)
     np.testing.assert_array_equal(first.predictions["mu"], np.zeros(4))
@@ -361,12 +344,7 @@ def test_slots_of_two_optimizers_have_different_names():
 def test_the_methods_outside_of_a_run():
     optimizer = TowerOptimizer(optax.adam(0.1))
     loss = jnp.float32(1)
-    for name, arguments in [
-        ("minimize", (loss,)),
-        ("compute_gradients", (loss,)),
-        ("apply_gradients", ([(loss, "w")],)),
-        ("variables", ()),
-    ]:
-        message = rf"`TowerOptimizer\.{name}` must be called inside a model_fn"
-        with pytest.raises(RuntimeError, match=message):
+    calls = {"minimize": [loss], "compute_gradients": [loss], "apply_gradients": [[(loss, "w")]], "variables": []}
+    for name, arguments in calls.items():
+        with pytest.raises(RuntimeError, match=rf"`TowerOptimizer\.{name}` must be called inside a model_fn"):
             getattr(optimizer, name)(*arguments)

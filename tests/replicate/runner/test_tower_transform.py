@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import assert_close, cpus, mlp_model_fn, regression
+from testing import refused
+from testing.model_fns import everything
+from testing.towers import assert_close, mlp_model_fn, regression, replicate, started
 
 import estimator as est
-from replicate import TowerOptimizer, cross_tower_mean, replicate_model_fn
 
 TRANSFORMS = {
     "checkpoint": jax.checkpoint,
@@ -20,46 +21,10 @@ TRANSFORMS = {
 }
 
 
-def everything_model_fn(accumulate_steps=1):
-    """Two losses and three optimizers, a lookup, dropout, assigned values, weights, a metric, a record."""
-
-    def model_fn(features, labels, mode):
-        rows = est.embedding_lookup("table", (features[:, 0] > 0).astype(jnp.int32), (3, 4))
-        w = est.get_variable("w", (3, 4))
-        est.get_variable("mean", initializer=jnp.zeros(3), trainable=False)
-        est.get_variable("seen", initializer=np.int32(0), trainable=False)
-        est.assign("mean", 0.9 * est.read_variable("mean") + 0.1 * cross_tower_mean(features.mean(0)))
-        est.assign_add("seen", features.shape[0])
-        hidden = jnp.tanh((features - est.read_variable("mean")) @ w)
-        kept = jax.random.bernoulli(est.make_rng("dropout"), 0.7, hidden.shape)
-        output = (jnp.where(kept, hidden, jnp.zeros_like(hidden)) * rows).sum(1)
-        output = output + est.get_variable("b", (), initializer=jax.nn.initializers.zeros)
-        est.record("largest", jnp.abs(output).max())
-        # Of a square root at 0 the derivative is infinite: nothing of it may come into the gradients.
-        roots = jnp.sqrt(jnp.maximum(output, 0.0) * 0.0)
-        predictions = {"output": output, "roots": roots}
-        if mode == est.ModeKeys.PREDICT:
-            return est.EstimatorSpec(mode, predictions)
-        loss = est.losses.mean_squared_error(labels, output, weights=jnp.abs(features[:, 1]))
-        penalty = 0.1 * (w**2).sum()
-        adam, sgd, again = (
-            TowerOptimizer(make, accumulate_steps=accumulate_steps)
-            for make in (optax.adam(0.05), optax.sgd(0.1), optax.sgd(0.05))
-        )
-        clipped = [(jnp.clip(g, -1.0, 1.0), v) for g, v in sgd.compute_gradients(loss, ["w", "b"])]
-        train_op = est.group(
-            adam.minimize(loss, ["table", "b"]), sgd.apply_gradients(clipped), again.minimize(penalty, ["w"])
-        )
-        metrics = {"error": est.metrics.mean_absolute_error(labels, output)}
-        return est.EstimatorSpec(mode, predictions, loss + penalty, train_op, metrics)
-
-    return model_fn
-
-
 @functools.cache
 def model_of(name, accumulate_steps):
-    model_fn = everything_model_fn(accumulate_steps)
-    return est.transform(replicate_model_fn(model_fn, devices=cpus(2), tower_transform=TRANSFORMS.get(name)))
+    model_fn = everything(accumulate_steps)
+    return est.transform(replicate(model_fn, 2, tower_transform=TRANSFORMS.get(name)))
 
 
 @functools.cache
@@ -92,12 +57,9 @@ def test_evaluation_and_prediction_are_those_without_a_transform():
         assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def jaxpr_of_training(transform, model_fn=None):
-    model = est.transform(
-        replicate_model_fn(model_fn or mlp_model_fn(optax.sgd(0.1)), devices=cpus(2), tower_transform=transform)
-    )
+def jaxpr_of_training(transform):
     x, y = regression(4)
-    state = model.init(jax.random.key(0), x[0], y[0])
+    model, state = started(replicate(mlp_model_fn(optax.sgd(0.1)), 2, tower_transform=transform), x[0], y[0])
     return model, state, jax.make_jaxpr(model.train_step)(state, x[0], y[0])
 
 
@@ -180,37 +142,32 @@ def test_a_matmul_precision_holds_for_towers():
 @pytest.mark.parametrize("wrong", [3, "checkpoint", {"policy": None}])
 def test_what_is_no_function_is_refused(wrong):
     with pytest.raises(TypeError, match="tower_transform must be a function that takes a function, such as.*; got "):
-        replicate_model_fn(mlp_model_fn(optax.sgd(0.1)), devices=cpus(2), tower_transform=wrong)
+        replicate(mlp_model_fn(optax.sgd(0.1)), 2, tower_transform=wrong)
+
+
+def on_outputs(change):
+    """A transform whose function returns what `change` makes of what the forward function returns."""
+    return lambda forward: lambda *args: change(forward(*args))
+
+
+def each(change):
+    return on_outputs(lambda outputs: jax.tree.map(change, outputs))
+
+
+BREAKING = {
+    TypeError: [(lambda forward: None, "must return a function, .* forward function it made None")],
+    ValueError: [
+        (lambda forward: lambda *args: [], "did not call the tower's forward function"),
+        (on_outputs(lambda x: x[0]), r"must return what .*; at \[0\]\[0\] it returned nothing instead of float32\[\]"),
+        (each(lambda x: x[None]), r"at \[0\]\[0\] it returned float32\[1\] instead of float32\[\]"),
+        (each(lambda x: x.astype(jnp.bfloat16)), r"it returned bfloat16\[\] instead of float32\[\]"),
+        (on_outputs(list), "pytree of the same structure, shapes and dtypes; it returned another structure"),
+    ],
+}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("transform", "error", "message"),
-    [
-        (lambda forward: None, TypeError, "must return a function, .* forward function it made None"),
-        (lambda forward: lambda *args: [], ValueError, "did not call the tower's forward function"),
-        (
-            lambda forward: lambda *args: forward(*args)[0],
-            ValueError,
-            r"must return what .*; at \[0\]\[0\] it returned nothing instead of float32\[\]",
-        ),
-        (
-            lambda forward: lambda *args: jax.tree.map(lambda x: x[None], forward(*args)),
-            ValueError,
-            r"at \[0\]\[0\] it returned float32\[1\] instead of float32\[\]",
-        ),
-        (
-            lambda forward: lambda *args: jax.tree.map(lambda x: x.astype(jnp.bfloat16), forward(*args)),
-            ValueError,
-            r"it returned bfloat16\[\] instead of float32\[\]",
-        ),
-        (
-            lambda forward: lambda *args: list(forward(*args)),
-            ValueError,
-            "pytree of the same structure, shapes and dtypes; it returned another structure",
-        ),
-    ],
-)
+@pytest.mark.parametrize("error, transform, message", refused.rows(BREAKING))
 def test_a_transform_that_breaks_the_function_is_refused(transform, error, message):
     with pytest.raises(error, match=message):
         jaxpr_of_training(transform)

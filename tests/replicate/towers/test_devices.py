@@ -1,6 +1,5 @@
 """The devices of the towers, by name or as they are."""
 
-import re
 import types
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from testing.model_fns import ones, predicting
+from testing.refused import raises
 from testing.towers import started
 
 import estimator as est
@@ -20,10 +20,6 @@ ROWS = np.arange(8, dtype=np.float32)
 
 
 where = predicting(lambda x: {"y": ones("w") * x, "towers": jnp.full(x.shape, num_towers(), jnp.int32)})
-
-
-def raises(kind, message):
-    return pytest.raises(kind, match=re.escape(message))
 
 
 @pytest.mark.parametrize(
@@ -145,19 +141,18 @@ def test_devices_of_several_kinds():
         find_devices([gpu, "/cpu:0"])
 
 
-def test_no_devices():
-    with raises(ValueError, "devices must name at least one device; got none. Leave it out"):
-        replicate_model_fn(where, devices=[])
-
-
-def test_one_name_is_no_list():
-    with raises(TypeError, "devices must be a list; write devices=['/cpu:0']."):
-        replicate_model_fn(where, devices="/cpu:0")
-
-
-def test_one_device_object_is_no_list():
-    with raises(TypeError, "devices must be a list; write devices=["):
-        replicate_model_fn(where, devices=jax.devices()[0])
+@pytest.mark.parametrize(
+    ("devices", "error", "message"),
+    [
+        ([], ValueError, "devices must name at least one device; got none. Leave it out"),
+        ("/cpu:0", TypeError, "devices must be a list; write devices=['/cpu:0']."),
+        (jax.devices()[0], TypeError, "devices must be a list; write devices=["),
+    ],
+    ids=["none", "a name", "a device"],
+)
+def test_what_is_no_list_of_devices(devices, error, message):
+    with raises(error, message):
+        replicate_model_fn(where, devices=devices)
 
 
 def test_a_generator_of_names_will_do():

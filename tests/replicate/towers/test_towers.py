@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.model_fns import predicting
+from testing.model_fns import ones, predicting
 from testing.towers import cpus, started
 
 import estimator as est
@@ -35,7 +35,7 @@ def predict(rows_fn, towers, x=ROWS):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers", [None, 1, 2, 4, 8])
+@pytest.mark.parametrize("towers", [None, 1, 4])
 def test_every_tower_knows_its_number_and_their_count(towers):
     got = predict(lambda x: {"index": tower_index(), "count": jnp.int32(num_towers())}, towers)
     count = towers or 1
@@ -45,7 +45,7 @@ def test_every_tower_knows_its_number_and_their_count(towers):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers", [None, 1, 2, 4])
+@pytest.mark.parametrize("towers", [None, 1, 4])
 def test_sums_and_means_over_towers(towers):
     def rows_fn(x):
         tree = {"total": x.sum(), "list": [x.max(), (x > 0).sum(dtype=jnp.int32)]}
@@ -97,7 +97,7 @@ def test_jaxs_own_collectives_take_the_tower_axis():
 
 def noise_model(towers):
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        w = ones("w")
         draws = {
             "first": jax.random.uniform(est.make_rng(), features.shape),
             "second": jax.random.uniform(est.make_rng(), features.shape),
@@ -119,7 +119,7 @@ def draws_of(model, steps=2, seed=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2, 4])
+@pytest.mark.parametrize("towers", [1, 4])
 def test_draws_differ_by_call_step_and_tower(towers):
     draws = draws_of(noise_model(towers))
     values = np.concatenate([step[name] for step in draws for name in ("first", "second", "named")])
@@ -127,10 +127,9 @@ def test_draws_differ_by_call_step_and_tower(towers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2])
-def test_draws_are_the_same_in_every_run_with_the_same_seed(towers):
-    (first, *_), (again, *_) = (draws_of(noise_model(towers)) for _ in range(2))
-    (other, *_) = draws_of(noise_model(towers), seed=1)
+def test_draws_are_the_same_in_every_run_with_the_same_seed():
+    (first, *_), (again, *_) = (draws_of(noise_model(2)) for _ in range(2))
+    (other, *_) = draws_of(noise_model(2), seed=1)
     for name, draw in first.items():
         np.testing.assert_array_equal(draw, again[name])
         assert (draw != other[name]).all()
@@ -179,7 +178,7 @@ def test_initial_values_are_the_same_for_all_numbers_of_towers():
 
 def test_the_global_step_is_the_same_in_every_tower():
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        w = ones("w")
         step = jnp.broadcast_to(est.global_step(), features.shape)
         loss = jnp.mean(w * features)
         return est.EstimatorSpec(mode, step, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
