@@ -33,8 +33,25 @@ def minimizing(loss_of, optimizer=optax.sgd(0.1), **options):  # noqa: B008
 
     def model_fn(features, labels, mode):
         loss = loss_of(features, labels)
-        made = optimizer if isinstance(optimizer, est.Optimizer) else TowerOptimizer(optimizer, **options)
-        return est.EstimatorSpec(mode, loss=loss, train_op=made.minimize(loss))
+        return est.EstimatorSpec(mode, loss=loss, train_op=minimize(loss, optimizer, **options))
+
+    return model_fn
+
+
+def minimize(loss, optimizer, **options):
+    made = optimizer if isinstance(optimizer, est.Optimizer) else TowerOptimizer(optimizer, **options)
+    return made.minimize(loss)
+
+
+def regressing(predictions_of, optimizer=optax.sgd(0.1), **options):  # noqa: B008
+    """A model_fn that predicts `predictions_of(features)`, and minimizes their mean squared error."""
+
+    def model_fn(features, labels, mode):
+        predictions = predictions_of(features)
+        if mode == est.ModeKeys.PREDICT:
+            return est.EstimatorSpec(mode, predictions)
+        loss = est.losses.mean_squared_error(labels, predictions)
+        return est.EstimatorSpec(mode, predictions, loss, minimize(loss, optimizer, **options))
 
     return model_fn
 
@@ -42,6 +59,12 @@ def minimizing(loss_of, optimizer=optax.sgd(0.1), **options):  # noqa: B008
 def predicting(predictions_of):
     """A model_fn that predicts `predictions_of(features)`."""
     return lambda features, mode: est.EstimatorSpec(mode, predictions=predictions_of(features))
+
+
+def variables_of(body, features):
+    """The initial variables of a model_fn that runs `body(features)`, by name."""
+    model = est.transform(predicting(lambda x: (body(x), x)[1]))
+    return model.init(jax.random.key(0), features, mode="infer").variables
 
 
 def ones(name, shape=(), dtype=jnp.float32):
