@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.by_hand import train_by_hand, train_nnx_by_hand
 from testing.estimators import make
-from testing.model_fns import minimizing
+from testing.model_fns import minimizing, train_by_hand, train_nnx_by_hand
 from testing.towers import assert_close, regression, replicate
 
 import estimator as est

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from testing.by_hand import MOMENTUM, train_by_hand
 from testing.estimators import make
-from testing.model_fns import regressing
+from testing.model_fns import MOMENTUM, regressing, train_by_hand
 from testing.towers import assert_close, regression, replicate
 
 import estimator as est
