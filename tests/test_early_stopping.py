@@ -131,7 +131,6 @@ def test_the_names_of_tensorflow_are_there():
 # When a hook looks.
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.covers("6 when checked")
 @pytest.mark.parametrize("secs", [60, None])

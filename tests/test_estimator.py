@@ -104,9 +104,8 @@ def test_the_verbs_may_come_in_any_order(tmp_path):
     y = np.array([row["y"] for row in estimator.predict(lambda: X)])
     np.testing.assert_allclose(y, (X @ estimator.get_variable_value("w"))[:, 0], rtol=1e-6)
     make(tmp_path / "straight").train(endless, steps=4)
-    np.testing.assert_array_equal(
-        estimator.get_variable_value("w"), make(tmp_path / "straight").get_variable_value("w")
-    )
+    straight = make(tmp_path / "straight").get_variable_value("w")
+    np.testing.assert_array_equal(estimator.get_variable_value("w"), straight)
 
 
 @pytest.mark.slow
@@ -139,23 +138,6 @@ def test_a_newer_checkpoint_written_during_training_is_not_taken_for_ones_own(tm
 
 
 # input_fn.
-
-
-@pytest.mark.slow
-@pytest.mark.covers("1.6 returns")
-@pytest.mark.parametrize(
-    ("input_fn", "batches"),
-    [
-        (lambda: ((X, Y) for _ in range(3)), 3),
-        (lambda: [(X, Y), [X, Y]], 2),
-        (lambda: (X, Y), 1),
-        (lambda: iter([(X, Y)]), 1),
-        (lambda: (jnp.asarray(X), jnp.asarray(Y)), 1),
-    ],
-    ids=["generator", "list", "tuple", "iterator", "jax"],
-)
-def test_forms_of_input(tmp_path, input_fn, batches):
-    assert step_of(make(tmp_path).train(input_fn)) == batches
 
 
 def test_a_dict_is_one_batch(tmp_path):
@@ -321,22 +303,16 @@ def test_properties(tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name", "message"),
     [
-        (
-            "estimator",
-            "export_savedmodel",
-            "no attribute 'export_savedmodel'; here it is `estimator.export_saved_model(export_d",
-        ),
+        ("estimator", "export_savedmodel",
+         "no attribute 'export_savedmodel'; here it is `estimator.export_saved_model(export_d"),
         ("estimator", "experimental_export_all_saved_models", "here it is `estimator.export_model(export_dir_base"),
         ("estimator", "trian", "'Estimator' object has no attribute 'trian'"),
-        (
-            "layers",
-            "conv3d",
-            "'estimator.layers' has no attribute 'conv3d'; here it is a Flax module, or `jax.lax.conv_general",
-        ),
+        ("layers", "conv3d",
+         "'estimator.layers' has no attribute 'conv3d'; here it is a Flax module, or `jax.lax.conv_general"),
         ("losses", "cosine", "'estimator.losses' has no attribute 'cosine'; it has Reduction, absolute_difference,"),
         ("metrics", "f1_score", "'estimator.metrics' has no attribute 'f1_score'; it has Metric, accuracy, auc,"),
     ],
-)
+)  # fmt: skip
 def test_a_name_that_is_not_there_tells_what_is(tmp_path, owner, name, message):
     owners = {"estimator": make(tmp_path), "layers": est.layers, "losses": est.losses, "metrics": est.metrics}
     with pytest.raises(AttributeError, match=re.escape(message)):
@@ -400,8 +376,7 @@ def test_bad_constructor_arguments(tmp_path):
 
 def test_a_checkpoint_that_does_not_fit_is_one_error_with_every_difference(tmp_path):
     def model(names, shape):
-        model_fn = minimizing(lambda x, y: sum(jnp.sum(est.get_variable(name, shape)) for name in names))
-        return model_fn
+        return minimizing(lambda x, y: sum(jnp.sum(est.get_variable(name, shape)) for name in names))
 
     make(tmp_path, model(["a", "b", "c"], (2,))).train(endless, steps=1)
     other = make(tmp_path, model(["b", "c", "d", "e"], (3,)))

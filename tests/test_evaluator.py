@@ -296,22 +296,16 @@ def test_tf_config_names_the_roles(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"role": "chief"},
-            "`role` of train_and_evaluate must be 'trainer', 'evaluator', or None to train and evaluate in one "
-            "process; given: 'chief'.",
-        ),
-        (
-            {"role": "trainer", "eval_every_steps": 5},
-            "`eval_every_steps` is for evaluations of the variables in memory, but an evaluator reads checkpoints; "
-            "given: 5 with role='trainer'. Leave it out, and write RunConfig(save_checkpoints_steps=5).",
-        ),
-        (
-            {"role": "evaluator", "eval_spec": est.EvalSpec(times(1), eval_every_steps=7)},
-            "given: 7 with role='evaluator'.",
-        ),
+        ({"role": "chief"},
+         "`role` of train_and_evaluate must be 'trainer', 'evaluator', or None to train and evaluate in one "
+         "process; given: 'chief'."),
+        ({"role": "trainer", "eval_every_steps": 5},
+         "`eval_every_steps` is for evaluations of the variables in memory, but an evaluator reads checkpoints; "
+         "given: 5 with role='trainer'. Leave it out, and write RunConfig(save_checkpoints_steps=5)."),
+        ({"role": "evaluator", "eval_spec": est.EvalSpec(times(1), eval_every_steps=7)},
+         "given: 7 with role='evaluator'."),
     ],
-)
+)  # fmt: skip
 def test_what_no_evaluator_can_do_is_refused(tmp_path, arguments, message):
     arguments = {"eval_spec": EVAL, **arguments}
     with pytest.raises(ValueError, match=re.escape(message)):

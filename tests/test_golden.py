@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.metrics import all_metrics
+from testing.towers import cpus
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -69,9 +71,8 @@ def marked(case):
 @pytest.mark.covers("12 gradients", "12 equality")
 @pytest.mark.parametrize("case", [marked(case) for case in GOLDEN["train"]])
 def test_training_matches_tensorflow(case):
-    model_fn = replicate_model_fn(
-        train_model_fn(case), REDUCTIONS[case["loss_reduction"]], devices=[f"/cpu:{i}" for i in range(case["towers"])]
-    )
+    reduction, devices = REDUCTIONS[case["loss_reduction"]], cpus(case["towers"])
+    model_fn = replicate_model_fn(train_model_fn(case), reduction, devices=devices)
     x, y = np.asarray(case["x"], np.float32), np.asarray(case["y"], np.float32)
     model = est.transform(model_fn)
     state = model.init(jax.random.key(0), x[0], y[0])
@@ -96,28 +97,8 @@ def eval_model_fn(case):
         y, yb, weight = labels["y"], labels["yb"], labels["weight"]
         losses = est.losses.sparse_softmax_cross_entropy(y, logits, reduction=est.Reduction.NONE)
         loss = losses.sum() if case["loss_reduction"] == "sum" else losses.mean()
-        m, thresholds, decided = est.metrics, [0.3, 0.5, 0.7], jnp.round(p)
-        metrics = {
-            "accuracy": m.accuracy(y, chosen),
-            "weighted_accuracy": m.accuracy(y, chosen, weights=weight),
-            "per_class": m.mean_per_class_accuracy(y, chosen, num_classes=3),
-            "mean_iou": m.mean_iou(y, chosen, num_classes=3),
-            "top2": m.recall_at_k(y, logits, k=2),
-            "mean_p": m.mean(p),
-            "mse": m.mean_squared_error(yb, p),
-            "rmse": m.root_mean_squared_error(yb, p),
-            "mae": m.mean_absolute_error(yb, p),
-            "auc": m.auc(yb, p),
-            "auc_pr": m.auc(yb, p, curve="PR", summation_method="careful_interpolation"),
-            "precision": m.precision(yb, decided),
-            "recall": m.recall(yb, decided),
-            "tp": m.true_positives(yb, decided),
-            "fp": m.false_positives(yb, decided),
-            "tn": m.true_negatives(yb, decided),
-            "fn": m.false_negatives(yb, decided),
-            "precision_at": m.precision_at_thresholds(yb, p, thresholds),
-            "recall_at": m.recall_at_thresholds(yb, p, thresholds),
-        }
+        metrics = all_metrics(y, chosen, logits, yb, p)
+        metrics["weighted_accuracy"] = est.metrics.accuracy(y, chosen, weights=weight)
         return est.EstimatorSpec(mode, loss=loss, predictions=predictions, eval_metric_ops=metrics)
 
     return model_fn
@@ -129,16 +110,11 @@ def eval_model_fn(case):
 def test_evaluation_and_prediction_match_tensorflow(case, tmp_path):
     def input_fn():
         for x, y, yb, weight in zip(case["x"], case["y"], case["yb"], case["weight"], strict=True):
-            labels = {
-                "y": np.asarray(y, np.int32),
-                "yb": np.asarray(yb, np.float32),
-                "weight": np.asarray(weight, np.float32),
-            }
-            yield {"x": np.asarray(x, np.float32)}, labels
+            labels = {"yb": np.asarray(yb, np.float32), "weight": np.asarray(weight, np.float32)}
+            yield {"x": np.asarray(x, np.float32)}, labels | {"y": np.asarray(y, np.int32)}
 
-    model_fn = replicate_model_fn(
-        eval_model_fn(case), REDUCTIONS[case["loss_reduction"]], devices=[f"/cpu:{i}" for i in range(case["towers"])]
-    )
+    reduction, devices = REDUCTIONS[case["loss_reduction"]], cpus(case["towers"])
+    model_fn = replicate_model_fn(eval_model_fn(case), reduction, devices=devices)
     estimator = est.Estimator(model_fn, tmp_path)
     results = estimator.evaluate(input_fn)
     expected = {name: value for name, value in case["results"].items() if name != "global_step"}

@@ -210,8 +210,6 @@ GOOD = ({"x": X}, Y)
         ((GOOD, GOOD), TypeError, "a tuple that input_fn returns is one batch, .* For several batches return a list"),
         ((GOOD, GOOD, GOOD), ValueError, "several batches into a list; got a tuple of len 3"),
         ([{"x": X}, {"x": X}], ValueError, r"labels are None, since .* Let it give tuples \(features, labels\)"),
-        ([GOOD, GOOD, ({"y": X}, Y)], ValueError, r"^Batch 3 .*: features\['x'\] is missing, features\['y'\] is new"),
-        ([GOOD, ({"x": X[:, :2]}, Y)], ValueError, r"^Batch 2 .*'x'\] has the shape \(8, 2\) instead of \(8, 3\)"),
     ],
 )
 def test_wrong_inputs_are_errors(batches, error, message, towers):

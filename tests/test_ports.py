@@ -30,12 +30,8 @@ PROGRAMS = {  # smaller, and without dropout, which draws other numbers in each 
     "nanogpt": {"n_layer": 1, "dropout": 0.0},
     "official_mnist": {"filters": 4, "dropout": 0.0},
     "official_resnet": {"num_filters": 4},
-    "official_transformer": {
-        "num_hidden_layers": 1,
-        "layer_postprocess_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "relu_dropout": 0.0,
-    },
+    "official_transformer": {"num_hidden_layers": 1}
+    | dict.fromkeys(["layer_postprocess_dropout", "attention_dropout", "relu_dropout"], 0.0),
     "seq2seq": {"num_units": 8},
     "ssd": {"width": 2},
     "text_classification": {"dropout": 0.0},
@@ -103,9 +99,8 @@ def code_lines(path):
     """The lines of code of the functions that make the model, and of the file's own that they call."""
     source = path.read_text(encoding="utf-8")
     defined = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    names = [
-        name for name in defined if name.endswith("model_fn") or name in ("my_model", "build_estimator", "seq2seq")
-    ]
+    own = "my_model", "build_estimator", "seq2seq"
+    names = [name for name in defined if name.endswith("model_fn") or name in own]
     for name in names:  # which grows
         called = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}
         names += [each for each in defined if each in called and each not in names]
@@ -187,39 +182,18 @@ def load_data():
     assert not own_pieces(ast.parse(used))
 
 
+HALF, SQUARES = r"(/ 2\b|\b0\.5 \*)", r"(sum\(([\w.]+ \*\* 2|jnp\.square\(.*\))\)|\*\* 2\)\.sum\(\))"
+OWN_PIECE = re.compile(
+    r"return optax\.|(\w+) = optax\.(?s:.*?)return \1\b"  # an optimizer or a schedule of optax's parts
+    r"|(def \w+\(|lambda )(step|count|global_step)\)?:"  # a function of the step alone
+    rf"|^(?=.*{HALF}).*{SQUARES}"  # half a sum of squares
+    r"|jnp\.arange\(.*\) [<>=]",
+    re.M,
+)
+
+
 def own_pieces(tree):
     """The outermost functions of a program that define what `est.train` and `est.nn` have."""
     there = {*est.nn.__all__, *est.train.__all__}
-    names = {statement: getattr(statement, "name", ast.unparse(statement)) for statement in tree.body}
-    return [
-        name
-        for statement, name in names.items()
-        if name.strip("_") in there or any(map(is_own_piece, ast.walk(statement)))
-    ]
-
-
-def is_own_piece(node):
-    if isinstance(node, ast.FunctionDef):
-        returned = {ast.unparse(each.value) for each in ast.walk(node) if isinstance(each, ast.Return) and each.value}
-        made = {
-            ast.unparse(each.targets[0])
-            for each in ast.walk(node)
-            if isinstance(each, ast.Assign) and is_optax(each.value)
-        }
-        return is_schedule(node) or bool(returned & made) or any(value.startswith("optax.") for value in returned)
-    if isinstance(node, ast.Lambda):
-        return is_schedule(node)
-    if isinstance(node, ast.BinOp):  # half a sum of squares
-        text = ast.unparse(node)
-        halves = re.search(r"/ 2\b|\b0\.5 \*", text) is not None
-        return halves and re.search(r"sum\(([\w.]+ \*\* 2|jnp\.square\(.*\))\)|\*\* 2\)\.sum\(\)", text) is not None
-    return isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("jnp.arange(")
-
-
-def is_schedule(function):
-    """Whether it is a function of the step alone."""
-    return [argument.arg for argument in function.args.args] in (["step"], ["count"], ["global_step"])
-
-
-def is_optax(node):
-    return isinstance(node, ast.Call) and ast.unparse(node.func).startswith("optax.")
+    texts = [(getattr(each, "name", ""), ast.unparse(each)) for each in tree.body]
+    return [name or text for name, text in texts if name.strip("_") in there or OWN_PIECE.search(text)]

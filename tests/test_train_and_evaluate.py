@@ -1,47 +1,21 @@
 """`train_and_evaluate`: when it evaluates, on what, and what it returns."""
 
-import os
-
 import jax
 import numpy as np
 import optax
 import pytest
 from testing.estimators import Linear, X, Y, make, refuse, saved_steps, step_of, times
 from testing.hooks import When
+from testing.scenarios.evaluator import EVAL, Calls, evaluated
 
 import estimator as est
 from estimator.checkpoint._checkpoint import Checkpoint
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
-EVAL = est.EvalSpec(times(2), steps=None)
-
-
-class Calls(est.Exporter):
-    """Notes what it is called with; the step of the checkpoint, too."""
-
-    def __init__(self, name="calls"):
-        self._name = name
-        self.calls = []
-
-    @property
-    def name(self):
-        return self._name
-
-    def export(self, estimator, export_path, checkpoint_path, eval_result, is_the_final_export):
-        saved = int(Checkpoint(checkpoint_path).read("global_step"))
-        self.calls.append((eval_result["global_step"], saved, is_the_final_export))
-        assert export_path == os.path.join(estimator.model_dir, "export", self._name)
-        return f"{export_path}/{eval_result['global_step']}"
-
 
 def run(estimator, batches=100, max_steps=None, eval_spec=EVAL, eval_every_steps=None, hooks=(), listeners=()):
     spec = est.TrainSpec(times(batches), max_steps, hooks, listeners)
     return est.train_and_evaluate(estimator, spec, eval_spec, eval_every_steps)
-
-
-def evaluated(estimator, name=None):
-    """The steps that were evaluated."""
-    return list(est.read_eval_metrics(estimator.eval_dir(name)))
 
 
 def ends(seen):
@@ -181,7 +155,7 @@ def test_the_end_is_known_to_be_the_end_when_the_input_ends(tmp_path, max_steps)
     metrics, exports = run(estimator, batches=15, max_steps=max_steps, eval_spec=spec)
     assert exporter.calls == [(10, 10, False), (15, 15, True)]
     assert metrics["global_step"] == 15
-    assert exports == [f"{tmp_path}/export/calls/15"]
+    assert exports == ["15"]
 
 
 @pytest.mark.covers("5 final export flag")
@@ -260,7 +234,7 @@ def test_several_evaluations_each_have_their_own_metrics_and_times(tmp_path, as_
         specs += [est.EvalSpec(twice, name="two", exporters=exporter, eval_every_steps=3)]
     metrics, exports = run(estimator, max_steps=4, eval_spec=specs, eval_every_steps=2)
     assert metrics["two"]["label"] == 2 * metrics["one"]["label"]
-    assert exports == {"one": [], "two": [f"{tmp_path}/export/calls/4"]}
+    assert exports == {"one": [], "two": ["4"]}
     assert (evaluated(estimator, "one"), evaluated(estimator, "two")) == ([2, 4], [3, 4])
 
 
@@ -331,19 +305,13 @@ def test_a_spec_is_checked_when_it_is_made(kind, arguments, error, message):
         ({"eval_spec": {1: EVAL}}, TypeError, "or a dict of them by name; given: {1: "),
         ({"eval_spec": []}, ValueError, "at least one EvalSpec, each with its own `name`; given: \\[\\]"),
         ({"eval_spec": [EVAL, EVAL]}, ValueError, "each with its own `name`; given: \\[None, None\\]"),
-        (
-            {"eval_spec": {"a": est.EvalSpec(refuse, name="b")}},
-            ValueError,
-            "has name='b', but is called 'a' in the dic",
-        ),
-        (
-            {"eval_spec": [est.EvalSpec(refuse, name=name, exporters=Calls()) for name in "ab"]},
-            ValueError,
-            "`exporters` must have unique names, in all EvalSpecs together; given: \\['calls', 'calls'\\]",
-        ),
+        ({"eval_spec": {"a": est.EvalSpec(refuse, name="b")}}, ValueError,
+         "has name='b', but is called 'a' in the dic"),
+        ({"eval_spec": [est.EvalSpec(refuse, name=name, exporters=Calls()) for name in "ab"]}, ValueError,
+         "`exporters` must have unique names, in all EvalSpecs together; given: \\['calls', 'calls'\\]"),
         ({"eval_every_steps": -5}, ValueError, "Must specify eval_every_steps > 0, given: -5"),
     ],
-)
+)  # fmt: skip
 def test_arguments_are_checked_before_anything_is_done(tmp_path, changed, error, message):
     arguments = {"estimator": make(tmp_path), "train_spec": est.TrainSpec(refuse), "eval_spec": EVAL}
     with pytest.raises(error, match=message):

@@ -345,55 +345,35 @@ HEAD = est.RegressionHead()
 REFUSED = {
     ValueError: [
         (lambda: est.DNNClassifier([3], [X], n_classes=1), "n_classes must be > 2: 1"),
-        (
-            lambda: est.DNNClassifier([], [X]),
-            r"`DNNClassifier` needs the widths of its layers as hidden_units, as in \[64, 32\]; got \(\)",
-        ),
+        (lambda: est.DNNClassifier([], [X]),
+         r"`DNNClassifier` needs the widths of its layers as hidden_units, as in \[64, 32\]; got \(\)"),
         (lambda: est.DNNRegressor(np.array([3, 0]), [X]), r"`DNNRegressor` .* got \(3, 0\)"),
         (lambda: est.DNNClassifier([3], [KIND]), "Wrap a categorical column"),
         (lambda: est.LinearClassifier([]), "feature_columns must not be empty"),
         (lambda: est.DNNClassifier([3], [X], dropout=1.0), r"needs a number in \[0, 1\), or None, as dropout; got 1.0"),
         (lambda: est.LinearRegressor([X], sparse_combiner="max"), "`LinearRegressor`: sparse_combiner must be one of"),
-        (
-            lambda: est.BaselineRegressor(optimizer="ftrl"),
-            r"`BaselineRegressor` got an unsupported optimizer name: 'ftrl'. Supported names are \['Adagrad', ",
-        ),
-        (
-            lambda: est.DNNLinearCombinedClassifier(dnn_hidden_units=[3]),
-            "Either linear_.* or dnn_feature_columns must be given to `DNNLinearCombinedClassifier`; got None and None",
-        ),
-        (
-            lambda: est.DNNRegressor([3], [X]).train(lambda: (FEATURES["x"], LABELS)),
-            "features should be a dictionary of arrays",
-        ),
-        (
-            lambda: est.DNNRegressor([3], [X]).train(lambda: FEATURES),
-            "You must provide labels to `RegressionHead`. Given: None.",
-        ),
+        (lambda: est.BaselineRegressor(optimizer="ftrl"),
+         r"`BaselineRegressor` got an unsupported optimizer name: 'ftrl'. Supported names are \['Adagrad', "),
+        (lambda: est.DNNLinearCombinedClassifier(dnn_hidden_units=[3]),
+         "Either linear_.* or dnn_feature_columns must be given to `DNNLinearCombinedClassifier`; got None and None"),
+        (lambda: est.DNNRegressor([3], [X]).train(lambda: (FEATURES["x"], LABELS)),
+         "features should be a dictionary of arrays"),
+        (lambda: est.DNNRegressor([3], [X]).train(lambda: FEATURES),
+         "You must provide labels to `RegressionHead`. Given: None."),
     ],
     TypeError: [
-        (
-            lambda: est.DNNClassifier([3, 2.0], [X]),
-            "`DNNClassifier` needs an int as hidden_units; got 2.0",
-        ),
-        (
-            lambda: est.DNNClassifier([3], [X], activation_fn="relu"),
-            "needs a function such as `jax.nn.relu` as activation_fn; got 'relu'",
-        ),
-        (
-            lambda: est.DNNClassifier([3], [X], optimizer=optax.adam(0.1)),
-            (
-                r"`DNNClassifier` needs an `est.Optimizer` or a `TowerOptimizer` as optimizer; got .* Write "
-                r"`optimizer=est.Optimizer\(optax.adam\(1e-3\)\)`"
-            ),
-        ),
-        (
-            lambda: est.BaselineRegressor(optimizer=lambda: optax.sgd(0.1)).train(batches(1)),
-            "`BaselineRegressor` needs an `est.Optimizer`",
-        ),
+        (lambda: est.DNNClassifier([3, 2.0], [X]), "`DNNClassifier` needs an int as hidden_units; got 2.0"),
+        (lambda: est.DNNClassifier([3], [X], activation_fn="relu"),
+         "needs a function such as `jax.nn.relu` as activation_fn; got 'relu'"),
+        (lambda: est.DNNClassifier([3], [X], optimizer=optax.adam(0.1)), (
+             r"`DNNClassifier` needs an `est.Optimizer` or a `TowerOptimizer` as optimizer; got .* Write "
+             r"`optimizer=est.Optimizer\(optax.adam\(1e-3\)\)`"
+         )),
+        (lambda: est.BaselineRegressor(optimizer=lambda: optax.sgd(0.1)).train(batches(1)),
+         "`BaselineRegressor` needs an `est.Optimizer`"),
         (lambda: est.DNNEstimator("a", [3], [X]), "`DNNEstimator` needs a head such as .* got 'a'"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.covers("11 canned estimators")

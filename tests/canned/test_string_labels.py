@@ -87,18 +87,14 @@ def test_examples_of_several_classes_become_zeros_and_ones():
 
 REFUSED = {
     ValueError: [
-        (
-            lambda: encode_labels(["rose"], SPECIES),
-            r"`encode_labels` got the label 'rose', which is not in label_vocabulary, \['setosa', .*",
-        ),
+        (lambda: encode_labels(["rose"], SPECIES),
+         r"`encode_labels` got the label 'rose', which is not in label_vocabulary, \['setosa', .*"),
         (lambda: encode_labels(["setosa", ""], SPECIES), "got the label ''"),
     ],
     TypeError: [
         (lambda: encode_labels(np.array([None, "setosa"]), SPECIES), "got the label None"),
-        (
-            lambda: encode_labels(np.array([1, 2]), ["1", "2"]),
-            r"got labels of dtype int64; .* strings, such as '1'. Write `.astype\(str\)` .*`.astype\(np.uint32\)`",
-        ),
+        (lambda: encode_labels(np.array([1, 2]), ["1", "2"]),
+         r"got labels of dtype int64; .* strings, such as '1'. Write `.astype\(str\)` .*`.astype\(np.uint32\)`"),
         (lambda: encode_labels(np.array([1], object), ["1", "2"]), r"got the label 1, .* `.astype\(str\)` if numbers"),
         *(
             (
@@ -110,12 +106,10 @@ REFUSED = {
                 (est.BinaryClassHead(label_vocabulary=["1", "2"]), X[:2, :1]),
             )
         ),
-        (
-            lambda: est.MultiClassHead(3).loss(LABELS, X),
-            r"`est.feature_column.encode_labels\(labels, label_vocabulary\)`",
-        ),
+        (lambda: est.MultiClassHead(3).loss(LABELS, X),
+         r"`est.feature_column.encode_labels\(labels, label_vocabulary\)`"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))
@@ -126,7 +120,6 @@ def test_an_error_says_what_is_wrong_with_labels(call, error, message):
 
 def test_a_classifier_given_strings_says_who_turns_them_into_integers(tmp_path):
     classifier = est.LinearClassifier(COLUMNS, tmp_path, 3, label_vocabulary=SPECIES)
-    with pytest.raises(
-        TypeError, match=r"got labels of dtype <U10. .*`est.feature_column.encode_labels\(labels, label_v"
-    ):
+    message = r"got labels of dtype <U10. .*`est.feature_column.encode_labels\(labels, label_v"
+    with pytest.raises(TypeError, match=message):
         classifier.train(lambda: ({"x": X}, LABELS), steps=1)

@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax import export
 from testing.exports import readme_code, run_readme
+from testing.model_fns import predicting, regressing
 from testing.towers import assert_close, cpus
 
 import estimator as est
@@ -126,6 +127,19 @@ def test_wrapped_estimators_are_exported_too(estimator, tmp_path):
     assert sorted(est.load_exported(path)(ANY)) == ["hot", "logits", "x"]
 
 
+@pytest.mark.quick
+def test_a_model_in_segments_is_exported_for_any_number_of_rows(tmp_path):
+    def predict(features):
+        w = est.get_variable("w", (3, 4))
+        return jnp.tanh(jnp.tanh(features["x"] @ w) @ w.T)[:, 0]
+
+    segments = replicate_model_fn(regressing(predict), devices=cpus(2), tower_transform=est.checkpoint_segments)
+    estimator = trained_at(tmp_path / "model", segments)
+    exported = est.load_exported(estimator.export_model(tmp_path / "exported", ANY))
+    for features in map(batch, (1, 2, 5)):
+        np.testing.assert_allclose(exported(features)["output"], predicted(estimator, features), rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.covers("9 replicated and wrapped model_fns")
 def test_a_model_that_names_the_tower_axis_is_exported(tmp_path):
@@ -157,26 +171,25 @@ def test_a_model_that_names_the_tower_axis_is_exported(tmp_path):
 
 @pytest.mark.slow
 def test_random_keys_match_predict(tmp_path):
-    def model_fn(features, labels, mode):
+    def predict(features):
         chance = est.get_variable("key", lambda key: key, trainable=False)
         noise = jax.random.normal(est.make_rng(), (3,)) + jax.random.normal(chance, (3,))
-        y = features["x"] + noise + est.get_variable("w", (3,))
-        if mode == est.ModeKeys.PREDICT:
-            return est.EstimatorSpec(mode, predictions={"y": y})
-        loss = jnp.mean((y[:, 0] - labels) ** 2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+        return (features["x"] + noise + est.get_variable("w", (3,)))[:, 0]
 
-    assert_exports_what_it_predicts(trained_at(tmp_path / "model", model_fn), tmp_path / "exported", sizes=(1, 7))
+    trained = trained_at(tmp_path / "model", regressing(predict))
+    loaded = est.load_exported(trained.export_model(tmp_path / "exported", ANY))
+    for features in map(batch, (1, 7)):
+        assert_close(loaded(features)["output"], predicted(trained, features))
 
 
 @pytest.mark.covers("9 ServingInputReceiver")
 def test_features_may_be_structs_in_any_nesting(estimator, tmp_path):
-    def model_fn(features):
+    def predict(features):
         (a, tree), nothing = features
         assert nothing is None
-        return est.EstimatorSpec("infer", predictions=a + tree["b"][:, 0].astype(jnp.int32))
+        return a + tree["b"][:, 0].astype(jnp.int32)
 
-    nested = est.Estimator(model_fn, estimator.model_dir)
+    nested = est.Estimator(predicting(predict), estimator.model_dir)
     structs = ([jax.ShapeDtypeStruct((2,), np.int32), {"b": jax.ShapeDtypeStruct((2, 1), jnp.bfloat16)}], None)
     loaded = est.load_exported(nested.export_model(tmp_path, structs))
     got = loaded(([np.arange(3), {"b": np.ones((3, 1), jnp.bfloat16)}], None))
@@ -231,9 +244,8 @@ def test_one_file_is_lowered_for_cpu_and_gpu(exported, estimator, tmp_path):
     assert program_of(exported).platforms == ("cpu", "cuda")
     path = estimator.export_model(tmp_path, ANY, platforms="tpu")
     assert program_of(path).platforms == ("tpu",)
-    with pytest.raises(
-        ValueError, match=r"was exported for tpu, but jax runs on cpu here\. Export it with `platforms="
-    ):
+    message = r"was exported for tpu, but jax runs on cpu here\. Export it with `platforms="
+    with pytest.raises(ValueError, match=message):
         est.load_exported(path)
 
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from testing.columns import to_sparse
-from testing.estimators import X, endless, make
+from testing.estimators import X, endless, make, refuse
+from testing.model_fns import predicting
 
 import estimator as est
 from estimator.checkpoint._export_folder import ExportFolder
@@ -31,15 +32,15 @@ def model_dir(tmp_path_factory):
 def model(model_dir, tmp_path_factory):
     """Of features {"x": [batch, 2], "n": int32[batch]}."""
 
-    def model_fn(features):
-        w = est.get_variable("w", (2, 1))
-        return est.EstimatorSpec("infer", predictions=(features["x"] @ w)[:, 0] + features["n"].astype(jnp.float32))
+    def predict(features):
+        return (features["x"] @ est.get_variable("w", (2, 1)))[:, 0] + features["n"].astype(jnp.float32)
 
-    return est.load_exported(exported(model_fn, model_dir, tmp_path_factory.mktemp("base"), features()))
+    return est.load_exported(exported(predict, model_dir, tmp_path_factory.mktemp("base"), features()))
 
 
-def exported(model_fn, model_dir, base, example, **options):
-    return est.Estimator(model_fn, model_dir).export_model(base, example, **options)
+def exported(predict, model_dir, base, example, **options):
+    """The path of an exported model that predicts `predict(features)`."""
+    return est.Estimator(predicting(predict), model_dir).export_model(base, example, **options)
 
 
 def features(**changes):
@@ -69,11 +70,8 @@ def features(**changes):
     ],
 )
 def test_arguments_are_checked_before_anything_is_done(model_dir, tmp_path, example, options, error, match):
-    def model_fn(features):
-        raise AssertionError("must not be called")
-
     with pytest.raises(error, match=match):
-        exported(model_fn, model_dir, tmp_path / "base", example, **options)
+        exported(refuse, model_dir, tmp_path / "base", example, **options)
     assert not (tmp_path / "base").exists()
 
 
@@ -85,29 +83,26 @@ def test_a_model_that_was_not_trained_is_not_exported(tmp_path):
 
 @pytest.mark.covers("9 variables not in checkpoint")
 def test_a_variable_that_the_checkpoint_lacks_is_an_error(model_dir, tmp_path):
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions=features @ est.get_variable("v", (2, 1)))
-
     with pytest.raises(ValueError, match=r"are not those of the model:\n  missing: v, float32\[2, 1\] in the model"):
-        exported(model_fn, model_dir, tmp_path / "base", X)
+        exported(lambda x: x @ est.get_variable("v", (2, 1)), model_dir, tmp_path / "base", X)
     assert not (tmp_path / "base").exists()
 
 
 @pytest.mark.covers("9 build_raw_serving_input_receiver_fn")
 def test_a_model_that_needs_the_number_of_examples_is_exported_for_one(model_dir, tmp_path):
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions=sum(features[i] for i in range(len(features))) + features)
+    def predict(features):
+        return sum(features[i] for i in range(len(features))) + features
 
     message = (
         r"could not export the signature 'serving_default' for batches of any size on \('cpu', 'cuda'\): TypeError: "
         r".*write `x.shape\[0\]` for `len\(x\)`.*`export_model\(..., batch_size=...\)`"
     )
     with pytest.raises(ValueError, match=message) as caught:
-        exported(model_fn, model_dir, tmp_path / "base", X)
+        exported(predict, model_dir, tmp_path / "base", X)
     assert isinstance(caught.value.__cause__, TypeError)
     assert not (tmp_path / "base").exists()
 
-    model = est.load_exported(exported(model_fn, model_dir, tmp_path, X, batch_size=3))
+    model = est.load_exported(exported(predict, model_dir, tmp_path, X, batch_size=3))
     x = X[:3]
     np.testing.assert_array_equal(model(x)["output"], x.sum(0) + x)
     with pytest.raises(ValueError, match=r"'features' must be float32\[3, 2\]; got float32\[4, 2\]"):
@@ -126,25 +121,20 @@ def test_outputs_must_have_names_of_their_own(model_dir, tmp_path):
             return est.EstimatorSpec("infer", predictions=features, export_outputs=exports)
 
         with pytest.raises(ValueError, match=match):
-            exported(model_fn, model_dir, tmp_path, X)
+            est.Estimator(model_fn, model_dir).export_model(tmp_path, X)
 
 
 @pytest.mark.covers("9 PredictOutput")
 def test_a_tuple_as_a_key_is_joined(model_dir, tmp_path):
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions={("head", "y"): features, ("head", "z"): {"a": features}})
-
-    model = est.load_exported(exported(model_fn, model_dir, tmp_path, X))
+    path = exported(lambda x: {("head", "y"): x, ("head", "z"): {"a": x}}, model_dir, tmp_path, X)
+    model = est.load_exported(path)
     assert sorted(model(X)) == ["head/y", "head/z/a"]
 
 
 @pytest.mark.covers("9 PredictOutput")
 def test_the_fields_of_a_named_tuple_are_names_of_outputs(model_dir, tmp_path):
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions=Point(features, {"a": 2 * features}))
-
     for outputs in (None, ["x", "y/a"]):
-        path = exported(model_fn, model_dir, tmp_path, X, outputs=outputs)
+        path = exported(lambda x: Point(x, {"a": 2 * x}), model_dir, tmp_path, X, outputs=outputs)
         got = est.load_exported(path)(X)
         assert sorted(got) == ["x", "y/a"]
         np.testing.assert_array_equal(got["y/a"], 2 * got["x"])
@@ -180,10 +170,7 @@ def test_features_are_checked_at_the_door(model, given, match):
 
 
 def test_features_must_be_in_the_same_containers(model_dir, tmp_path):
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions=features[0])
-
-    model = est.load_exported(exported(model_fn, model_dir, tmp_path, (X,)))
+    model = est.load_exported(exported(lambda features: features[0], model_dir, tmp_path, (X,)))
     with pytest.raises(ValueError, match=r"takes features in containers such as \(ShapeDtypeStruct.*; got \[array"):
         model([X])
 
@@ -226,15 +213,11 @@ FILES = ["metadata.json", "weights.npz", "serving_default.jaxexport", "checksums
 @pytest.fixture(scope="module")
 def whole(model_dir, tmp_path_factory):
     """A path that is an exported model before a test and after it."""
-
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions=features @ est.get_variable("w", (2, 1)))
-
-    path = exported(model_fn, model_dir, tmp_path_factory.mktemp("base"), X, assets_extra={"words.txt": __file__})
-    assert sorted(os.path.relpath(os.path.join(d, name), path) for d, _, names in os.walk(path) for name in names) == (
-        sorted([*FILES, "README.md"])
-    )
-    yield pathlib.Path(path)
+    base, assets = tmp_path_factory.mktemp("base"), {"words.txt": __file__}
+    path = pathlib.Path(exported(lambda x: x @ est.get_variable("w", (2, 1)), model_dir, base, X, assets_extra=assets))
+    files = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    assert files == {*FILES, "README.md"}
+    yield path
     est.load_exported(path)
 
 
@@ -269,12 +252,9 @@ def test_the_newest_of_several_is_not_left_out_because_it_is_damaged(whole, tmp_
 
 
 def test_an_export_of_64_bits_wants_them_on(model_dir, tmp_path):
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions=2 * features)
-
     wide = np.array([0.1])
     with jax.enable_x64(True):
-        path = exported(model_fn, model_dir, tmp_path, wide)
+        path = exported(lambda x: 2 * x, model_dir, tmp_path, wide)
         assert est.load_exported(path)(wide)["output"].tolist() == [0.2]
     with pytest.raises(ValueError, match="was exported with jax_enable_x64 and has arrays of dtype float64"):
         est.load_exported(path)

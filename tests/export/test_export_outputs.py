@@ -11,6 +11,7 @@ import pytest
 from jax import export
 from testing.estimators import X
 from testing.exports import readme_code, run_readme
+from testing.model_fns import predicting
 from testing.towers import assert_close, cpus
 
 import estimator as est
@@ -165,11 +166,7 @@ def test_the_readme_loads_a_part_without_this_library(estimator, tmp_path):
 
 def exported(estimator, base, predict, **options):
     """Exports what `predict(features)` returns, with the variables of the Estimator."""
-
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions=predict(features))
-
-    return est.Estimator(model_fn, estimator.model_dir).export_model(base, X, **options)
+    return est.Estimator(predicting(predict), estimator.model_dir).export_model(base, X, **options)
 
 
 def test_features_and_predictions_may_be_single_arrays_and_no_weights_be_needed(estimator, tmp_path):
@@ -184,10 +181,8 @@ def test_features_and_predictions_may_be_single_arrays_and_no_weights_be_needed(
 
 @pytest.mark.parametrize("outputs", [[], 3, ["a", 1], {"a": 1}], ids=str)
 def test_outputs_must_be_names(estimator, tmp_path, outputs):
-    message = r"outputs of `export_model` must name at least one recorded value or prediction, .*; got " + re.escape(
-        repr(outputs)
-    )
-    with pytest.raises(ValueError, match=message):
+    message = "outputs of `export_model` must name at least one recorded value or prediction, .*; got "
+    with pytest.raises(ValueError, match=message + re.escape(repr(outputs))):
         estimator.export_model(tmp_path / "base", batch(2), outputs=outputs)
     assert not (tmp_path / "base").exists()
 

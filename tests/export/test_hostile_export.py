@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testing import refused
 from testing.estimators import X, endless, make
+from testing.model_fns import predicting
 from testing.refused import changed
 
 import estimator as est
@@ -19,10 +21,8 @@ from estimator.checkpoint._export_folder import ExportFolder
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    def model_fn(features):
-        return est.EstimatorSpec("infer", predictions=features @ est.get_variable("w", (2, 1)))
-
     trained = make(str(tmp_path_factory.mktemp("model"))).train(endless, steps=1)
+    model_fn = predicting(lambda x: x @ est.get_variable("w", (2, 1)))
     return est.Estimator(model_fn, trained.model_dir).export_model(tmp_path_factory.mktemp("base"), X)
 
 
@@ -38,14 +38,7 @@ def copy_with(whole, tmp_path, change):
 
 def put(*path):
     """A change that puts a value at a path into the metadata."""
-    *keys, last, value = path
-
-    def change(metadata):
-        for key in keys:
-            metadata = metadata[key]
-        metadata[last] = value
-
-    return change
+    return lambda metadata: refused.put(metadata, path[:-1], path[-1])
 
 
 DEFAULT = ("signatures", "serving_default")

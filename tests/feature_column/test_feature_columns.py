@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.sparse import BCOO
 from testing import refused
 from testing.columns import read
+from testing.model_fns import variables_of
 
 import estimator as est
 
@@ -199,9 +200,8 @@ def test_dtypes_of_a_frame_do_not_depend_on_what_is_missing():
     assert fc.encode({"age": whole["age"].to_numpy()}, columns)["age"].dtype.kind == "i"
     # Without a string pandas does not know either that a column is one of strings.
     assert fc.encode(pd.DataFrame({"x": [np.nan]}), [NUMERALS])["x"].astype(np.int32) == -1
-    with pytest.raises(
-        TypeError, match="needs integers; feature 'class' is float32. .* `est.feature_column.bucketized"
-    ):
+    message = "needs integers; feature 'class' is float32. .* `est.feature_column.bucketized"
+    with pytest.raises(TypeError, match=message):
         columns[2].values(fc.encode(whole.assign(**{"class": [1.5, None]}), columns))
 
 
@@ -287,17 +287,15 @@ def test_a_second_call_in_a_scope_has_variables_of_its_own_as_in_tensorflow():
     embedded = fc.embedding_column(fc.categorical_column_with_identity("i", 3), 2)
     sequence = fc.embedding_column(fc.sequence_categorical_column_with_identity("s", 3), 2)
 
-    def model_fn(features, mode):
+    def body(features):
         for reuse in (None, True):
             with est.variable_scope("a", reuse=reuse):
                 for _ in range(2):
                     fc.input_layer(features, [embedded])
                     fc.linear_model(features, [fc.numeric_column("x")])
                     fc.sequence_input_layer(features, [sequence])
-        return est.EstimatorSpec(mode, predictions=features["x"])
 
-    features = {"x": jnp.ones(2), "i": jnp.array([0, 1]), "s": jnp.zeros((2, 3), int)}
-    names = est.transform(model_fn).init(jax.random.key(0), features, mode="infer").variables
+    names = variables_of(body, {"x": jnp.ones(2), "i": jnp.array([0, 1]), "s": jnp.zeros((2, 3), int)})
     assert sorted(names) == sorted(
         f"a/{layer}{number}/{rest}"
         for number in ("", "_1")
@@ -351,14 +349,10 @@ REFUSED = {
         (lambda: fc.numeric_column("x", (2, 0)), "shape must be an int of at least 1; got 0"),
         (lambda: fc.numeric_column("x", dtype=str), "dtype must be convertible to float; got"),
         (lambda: IDENTITY("x", 0), "num_buckets must be an int of at least 1; got 0"),
-        (
-            lambda: IDENTITY("x", 3, 3),
-            r"default_value must be in \[0, num_buckets\); got 3 with num_buckets=3 for key 'x'",
-        ),
-        (
-            lambda: fc.categorical_column_with_hash_bucket("x", 2.5),
-            "hash_bucket_size must be an int of at least 1; got 2.5",
-        ),
+        (lambda: IDENTITY("x", 3, 3),
+         r"default_value must be in \[0, num_buckets\); got 3 with num_buckets=3 for key 'x'"),
+        (lambda: fc.categorical_column_with_hash_bucket("x", 2.5),
+         "hash_bucket_size must be an int of at least 1; got 2.5"),
         (lambda: WORDS("x", []), r"vocabulary_list must be non-empty; got \[\] for key 'x'"),
         (lambda: WORDS("x", ["a", 1]), "must hold strings alone, or integers of 32 bits; got"),
         (lambda: WORDS("x", [2**31]), "integers of 32 bits; got"),
@@ -367,71 +361,43 @@ REFUSED = {
         (lambda: WORDS("x", ["a"], num_oov_buckets=-1), "Invalid num_oov_buckets -1"),
         (lambda: WORDS("x", ["a"], None, 0, 2), "Can't specify both num_oov_buckets and default_value; got 2 and 0"),
         (lambda: WORDS("x", ["a"], None, 1), "default_value must be -1 or an id, below 1; got 1"),
-        (
-            lambda: fc.bucketized_column(HASHED, [1]),
-            r"source_column must be a column generated with numeric_column\(\)",
-        ),
+        (lambda: fc.bucketized_column(HASHED, [1]),
+         r"source_column must be a column generated with numeric_column\(\)"),
         (lambda: fc.bucketized_column(NUMBER, [2, 1]), r"boundaries must be a sorted list of numbers; got \[2, 1\]"),
         (lambda: fc.crossed_column(["x"], 9), r"keys must be a list with length > 1; got \['x'\]"),
-        (
-            lambda: fc.crossed_column([HASHED, "y"], 9),
-            "categorical_column_with_hash_bucket is not supported for crossing. .* use the feature name 'x'",
-        ),
+        (lambda: fc.crossed_column([HASHED, "y"], 9),
+         "categorical_column_with_hash_bucket is not supported for crossing. .* use the feature name 'x'"),
         (lambda: fc.crossed_column([NUMBER, "y"], 9), "each of keys must be a feature's name or a"),
         (lambda: fc.embedding_column(PETS, 0), "dimension must be an int of at least 1; got 0"),
         (lambda: fc.embedding_column(PETS, 2, "max"), r"combiner must be one of \('mean', 'sqrtn', 'sum'\); got 'max'"),
         (lambda: fc.input_layer({}, []), r"feature_columns must not be empty; got \[\]"),
         (lambda: fc.input_layer({}, ["x"]), "Items of feature_columns must be columns such as .* Given: 'x'"),
-        (
-            lambda: fc.input_layer({}, [PETS]),
-            "must be dense columns. Given: .* Wrap a categorical column with `embedding_column` or `indicator_column`",
-        ),
-        (
-            lambda: fc.input_layer({}, [NUMBER, fc.numeric_column("x", 2)]),
-            "Duplicate feature column name found for columns",
-        ),
-        (
-            lambda: fc.input_layer(np.ones(3), [NUMBER]),
-            r"features should be a dictionary of arrays .* Given type: ndarray.*DataFrame, .*encode\(frame, columns\)",
-        ),
-        (
-            lambda: fc.input_layer({"y": np.ones(3)}, [NUMBER]),
-            r"Feature 'x' is not in features dictionary, which has \['y'\]",
-        ),
+        (lambda: fc.input_layer({}, [PETS]),
+         "must be dense columns. Given: .* Wrap a categorical column with `embedding_column` or `indicator_column`"),
+        (lambda: fc.input_layer({}, [NUMBER, fc.numeric_column("x", 2)]),
+         "Duplicate feature column name found for columns"),
+        (lambda: fc.input_layer(np.ones(3), [NUMBER]),
+         r"features should be a dictionary of arrays .* Given type: ndarray.*DataFrame, .*encode\(frame, columns\)"),
+        (lambda: fc.input_layer({"y": np.ones(3)}, [NUMBER]),
+         r"Feature 'x' is not in features dictionary, which has \['y'\]"),
         (lambda: NUMBER.values({"x": np.float32(1)}), "Feature 'x' is a scalar"),
-        (
-            lambda: NUMBER.values({"x": np.ones((2, 3))}),
-            r"has shape \(1,\), so its feature needs shape \(2, 1\); it has \(2, 3\). Write .*shape=\(3,\)",
-        ),
-        (
-            lambda: fc.numeric_column("x", normalizer_fn=jnp.sum).values({"x": np.ones(2)}),
-            r"normalizer_fn of the numeric column 'x' must keep the shape, \(2, 1\); it returned \(\)",
-        ),
-        (
-            lambda: HASHED.ids({"x": np.ones((2, 2, 2), int)}),
-            r"takes shape \(batch,\) or \(batch, k\); feature 'x' has \(2, 2, 2\)",
-        ),
-        (
-            lambda: fc.linear_model({"pet": IDS}, [PETS], sparse_combiner="max"),
-            "`linear_model`: sparse_combiner must be one of",
-        ),
-        (
-            lambda: fc.encode({"y": np.array(["a"])}, [HASHED, NUMBER]),
-            r"features \['y'\] hold strings or objects, but none .* are of \['x'\]. .*_with_hash_bucket\('y', 1000\)",
-        ),
-        (
-            lambda: fc.encode({"y": np.array(["a"]), "z": np.array([None])}, HASHED),
-            r"features \['y', 'z'\] hold .* `frame.drop\(columns=\['y', 'z'\]\)`",
-        ),
+        (lambda: NUMBER.values({"x": np.ones((2, 3))}),
+         r"has shape \(1,\), so its feature needs shape \(2, 1\); it has \(2, 3\). Write .*shape=\(3,\)"),
+        (lambda: fc.numeric_column("x", normalizer_fn=jnp.sum).values({"x": np.ones(2)}),
+         r"normalizer_fn of the numeric column 'x' must keep the shape, \(2, 1\); it returned \(\)"),
+        (lambda: HASHED.ids({"x": np.ones((2, 2, 2), int)}),
+         r"takes shape \(batch,\) or \(batch, k\); feature 'x' has \(2, 2, 2\)"),
+        (lambda: fc.linear_model({"pet": IDS}, [PETS], sparse_combiner="max"),
+         "`linear_model`: sparse_combiner must be one of"),
+        (lambda: fc.encode({"y": np.array(["a"])}, [HASHED, NUMBER]),
+         r"features \['y'\] hold strings or objects, but none .* are of \['x'\]. .*_with_hash_bucket\('y', 1000\)"),
+        (lambda: fc.encode({"y": np.array(["a"]), "z": np.array([None])}, HASHED),
+         r"features \['y', 'z'\] hold .* `frame.drop\(columns=\['y', 'z'\]\)`"),
         (lambda: fc.encode({"x": np.array(["a"])}, ["x"]), "Items of feature_columns must be columns .* Given: 'x'"),
-        (
-            lambda: fc.encode({"x": np.array(["a"])}, [fc.crossed_column([WORDS("x", ["a"]), "y"], 9), HASHED]),
-            "turn the strings of feature 'x' into integers in different ways",
-        ),
-        (
-            lambda: fc.encode({"x": np.array(["a"])}, [HASHED, WORDS("x", ["a"])]),
-            "turn the strings of feature 'x' into integers in different ways",
-        ),
+        (lambda: fc.encode({"x": np.array(["a"])}, [fc.crossed_column([WORDS("x", ["a"]), "y"], 9), HASHED]),
+         "turn the strings of feature 'x' into integers in different ways"),
+        (lambda: fc.encode({"x": np.array(["a"])}, [HASHED, WORDS("x", ["a"])]),
+         "turn the strings of feature 'x' into integers in different ways"),
     ],
     TypeError: [
         (lambda: fc.numeric_column("x", default_value="1"), "default_value must be a number .* '1'"),
@@ -440,24 +406,16 @@ REFUSED = {
         (lambda: fc.embedding_column(NUMBER, 2), "`embedding_column` takes a categorical column"),
         (lambda: fc.embedding_column(PETS, 2, initializer=1.0), "initializer must be a function such as .* got 1.0"),
         (lambda: HASHED.ids({"x": np.ones(2)}), "A categorical column needs integers; feature 'x' is float32"),
-        (
-            lambda: NUMBER.values({"x": BCOO.fromdense(jnp.eye(2))}),
-            "Feature columns take dense arrays; feature 'x' is BCOO",
-        ),
-        (
-            lambda: HASHED.ids({"x": np.array(["a"])}),
-            r"Feature 'x' holds strings, .* `features = est.feature_column.encode\(features, columns\)`",
-        ),
-        (
-            lambda: fc.encode({"x": np.array(["a", 3], object)}, [HASHED]),
-            "Feature 'x' must hold numbers or strings alone; got 3 of type int. .* `.astype\\(np.int32\\)` for",
-        ),
-        (
-            lambda: PETS.ids({"pet": np.array([1, 2], object)}),
-            r"Feature 'pet' holds strings, or objects, .* `.astype\(np.int32\)` for integers in an array of objects",
-        ),
+        (lambda: NUMBER.values({"x": BCOO.fromdense(jnp.eye(2))}),
+         "Feature columns take dense arrays; feature 'x' is BCOO"),
+        (lambda: HASHED.ids({"x": np.array(["a"])}),
+         r"Feature 'x' holds strings, .* `features = est.feature_column.encode\(features, columns\)`"),
+        (lambda: fc.encode({"x": np.array(["a", 3], object)}, [HASHED]),
+         "Feature 'x' must hold numbers or strings alone; got 3 of type int. .* `.astype\\(np.int32\\)` for"),
+        (lambda: PETS.ids({"pet": np.array([1, 2], object)}),
+         r"Feature 'pet' holds strings, or objects, .* `.astype\(np.int32\)` for integers in an array of objects"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.quick

@@ -142,71 +142,37 @@ def test_an_lstm_over_sequences_trains_alike_on_towers():
 
 # Errors.
 
+LISTS = fc.sequence_categorical_column_with_vocabulary_list, fc.categorical_column_with_vocabulary_list
 REFUSED = [
-    (
-        lambda: fc.input_layer(FEATURES, [fc.embedding_column(AAA, 2)]),
-        "A column of sequences cannot be used in `input_layer` or `linear_model`. .* `sequence_input_layer` with",
-    ),
-    (
-        lambda: fc.input_layer(FEATURES, fc.sequence_numeric_column("x")),
-        "A column of sequences cannot be used in `input_layer` or `linear_model`",
-    ),
-    (
-        lambda: fc.linear_model(FEATURES, [AAA]),
-        "A column of sequences cannot be used in `input_layer` or `linear_model`",
-    ),
-    (
-        lambda: est.DNNClassifier([2], [fc.indicator_column(AAA)]),
-        "A column of sequences cannot be used in `input_layer`",
-    ),
+    (lambda: fc.input_layer(FEATURES, [fc.embedding_column(AAA, 2)]),
+     "A column of sequences cannot be used in `input_layer` or `linear_model`. .* `sequence_input_layer` with"),
+    (lambda: fc.input_layer(FEATURES, fc.sequence_numeric_column("x")),
+     "A column of sequences cannot be used in `input_layer` or `linear_model`"),
+    (lambda: fc.linear_model(FEATURES, [AAA]),
+     "A column of sequences cannot be used in `input_layer` or `linear_model`"),
+    (lambda: est.DNNClassifier([2], [fc.indicator_column(AAA)]),
+     "A column of sequences cannot be used in `input_layer`"),
     (lambda: fc.indicator_column(AAA).values(FEATURES), "A column of sequences cannot be used in `input_layer`"),
     (lambda: fc.crossed_column([AAA, "x"], 3), "A column of sequences cannot be used in `crossed_column`"),
-    (
-        lambda: fc.sequence_input_layer(FEATURES, [fc.indicator_column(fc.categorical_column_with_identity("aaa", 3))]),
-        "takes columns of sequences. Wrap a `sequence_categorical_column_with_*",
-    ),
-    (
-        lambda: fc.sequence_input_layer(FEATURES, [fc.numeric_column("x")]),
-        "takes columns of sequences; wrap a `sequence_categorical_column_with_",
-    ),
-    (
-        lambda: fc.sequence_input_layer(FEATURES, [AAA]),
-        "takes columns of sequences; .* with `embedding_column` or `indicator_column`",
-    ),
-    (
-        lambda: AAA.ids({"aaa": np.array([1, 2])}),
-        r"takes shape \(batch, steps\); feature 'aaa' has \(2,\). .*pad_batches",
-    ),
-    (
-        lambda: fc.sequence_input_layer(
-            {**FEATURES, "x": np.ones((2, 3))}, [fc.indicator_column(AAA), fc.sequence_numeric_column("x")]
-        ),
-        r"same number of steps; .* \{'aaa_indicator': 2, 'x': 3\}",
-    ),
-    (
-        lambda: fc.sequence_input_layer({"x": np.ones((2, 3))}, [fc.sequence_numeric_column("x", 2)]),
-        r"has shape \(2,\), so its feature needs shape \(batch, steps, 2\); it has \(2, 3\)",
-    ),
-    (
-        lambda: fc.sequence_input_layer(
-            {"x": np.ones((2, 3))}, [fc.sequence_numeric_column("x", normalizer_fn=jnp.sum)]
-        ),
-        r"must keep the shape, \(2, 3, 1\); it returned \(\)",
-    ),
-    (
-        lambda: fc.encode(
-            {"x": np.array([["a"]])},
-            [
-                make("x", ["a"])
-                for make in (
-                    fc.sequence_categorical_column_with_vocabulary_list,
-                    fc.categorical_column_with_vocabulary_list,
-                )
-            ],
-        ),
-        "turn the strings of feature 'x' into integers in different ways",
-    ),
-]
+    (lambda: fc.sequence_input_layer(FEATURES, [fc.indicator_column(fc.categorical_column_with_identity("aaa", 3))]),
+     "takes columns of sequences. Wrap a `sequence_categorical_column_with_*"),
+    (lambda: fc.sequence_input_layer(FEATURES, [fc.numeric_column("x")]),
+     "takes columns of sequences; wrap a `sequence_categorical_column_with_"),
+    (lambda: fc.sequence_input_layer(FEATURES, [AAA]),
+     "takes columns of sequences; .* with `embedding_column` or `indicator_column`"),
+    (lambda: AAA.ids({"aaa": np.array([1, 2])}),
+     r"takes shape \(batch, steps\); feature 'aaa' has \(2,\). .*pad_batches"),
+    (lambda: fc.sequence_input_layer(
+         {**FEATURES, "x": np.ones((2, 3))}, [fc.indicator_column(AAA), fc.sequence_numeric_column("x")]
+     ), r"same number of steps; .* \{'aaa_indicator': 2, 'x': 3\}"),
+    (lambda: fc.sequence_input_layer({"x": np.ones((2, 3))}, [fc.sequence_numeric_column("x", 2)]),
+     r"has shape \(2,\), so its feature needs shape \(batch, steps, 2\); it has \(2, 3\)"),
+    (lambda: fc.sequence_input_layer(
+         {"x": np.ones((2, 3))}, [fc.sequence_numeric_column("x", normalizer_fn=jnp.sum)]
+     ), r"must keep the shape, \(2, 3, 1\); it returned \(\)"),
+    (lambda: fc.encode({"x": np.array([["a"]])}, [make("x", ["a"]) for make in LISTS]),
+     "turn the strings of feature 'x' into integers in different ways"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call, message", REFUSED)

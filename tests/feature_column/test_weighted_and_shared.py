@@ -243,52 +243,32 @@ REFUSED = {
         (file("w", "a\n\nb\n"), "vocabulary_file of key 'x' holds '' or -1"),
         (file("w", "1\nb\n", dtype=np.int32), r"must hold integers of 32 bits .* got \['b'\]"),
         (file("w", "a", dtype=np.float32), "dtype must be `str` or a dtype of integers; got"),
-        (
-            file("w", "a", num_oov_buckets=1, default_value=0),
-            "Can't specify both num_oov_buckets and default_value; got 1 and 0",
-        ),
-        (
-            lambda _: fc.categorical_column_with_vocabulary_list("x", ["a"], np.int64),
-            r"vocabulary_list must hold classes of dtype .*int64.*; got \('a',\)",
-        ),
-        (
-            lambda _: fc.weighted_categorical_column(SEQUENCE, "w"),
-            "A column of sequences cannot be used in `weighted_categorical_column`",
-        ),
-        (
-            lambda _: fc.weighted_categorical_column(AAA, "w", str),
-            "dtype must be convertible to float; got <class 'str'> for key 'w'",
-        ),
+        (file("w", "a", num_oov_buckets=1, default_value=0),
+         "Can't specify both num_oov_buckets and default_value; got 1 and 0"),
+        (lambda _: fc.categorical_column_with_vocabulary_list("x", ["a"], np.int64),
+         r"vocabulary_list must hold classes of dtype .*int64.*; got \('a',\)"),
+        (lambda _: fc.weighted_categorical_column(SEQUENCE, "w"),
+         "A column of sequences cannot be used in `weighted_categorical_column`"),
+        (lambda _: fc.weighted_categorical_column(AAA, "w", str),
+         "dtype must be convertible to float; got <class 'str'> for key 'w'"),
         (lambda _: WEIGHTED.weights({"ids": IDS}), "Feature 'values' is not in features"),
-        (
-            lambda _: WEIGHTED.weights({"ids": IDS, "values": WEIGHTS[:, :2]}),
-            r"'values' must have a weight for each class of the column 'ids', shape \(4, 3\); it has \(4, 2\)",
-        ),
-        (
-            lambda _: fc.crossed_column([WEIGHTED, "x"], 9),
-            "`crossed_column` does not support weights, .* give the cross to `weighted_categorical_column`",
-        ),
-        (
-            lambda _: fc.shared_embedding_columns([AAA, fc.categorical_column_with_hash_bucket("x", 3)], 2),
-            "all categorical_columns must have the same type and the same number of buckets",
-        ),
-        (
-            lambda _: fc.shared_embedding_columns([AAA, IDENTITY("x", 4)], 2),
-            "all categorical_columns must have the same type and the same number of buckets",
-        ),
-        (
-            lambda _: fc.shared_embedding_columns(AAA, 2),
-            "categorical_columns must be a list of columns; got IdentityColumn",
-        ),
+        (lambda _: WEIGHTED.weights({"ids": IDS, "values": WEIGHTS[:, :2]}),
+         r"'values' must have a weight for each class of the column 'ids', shape \(4, 3\); it has \(4, 2\)"),
+        (lambda _: fc.crossed_column([WEIGHTED, "x"], 9),
+         "`crossed_column` does not support weights, .* give the cross to `weighted_categorical_column`"),
+        (lambda _: fc.shared_embedding_columns([AAA, fc.categorical_column_with_hash_bucket("x", 3)], 2),
+         "all categorical_columns must have the same type and the same number of buckets"),
+        (lambda _: fc.shared_embedding_columns([AAA, IDENTITY("x", 4)], 2),
+         "all categorical_columns must have the same type and the same number of buckets"),
+        (lambda _: fc.shared_embedding_columns(AAA, 2),
+         "categorical_columns must be a list of columns; got IdentityColumn"),
         (lambda _: fc.embedding_column(AAA, 2, max_norm=-1), "max_norm must be a number above 0"),
     ],
     TypeError: [
-        (
-            lambda _: fc.weighted_categorical_column(fc.numeric_column("x"), "w"),
-            "`weighted_categorical_column` takes a categorical column",
-        ),
+        (lambda _: fc.weighted_categorical_column(fc.numeric_column("x"), "w"),
+         "`weighted_categorical_column` takes a categorical column"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))

@@ -95,16 +95,19 @@ def test_the_baseline_takes_the_more_frequent_class_of_all_batches():
     assert first.merge(second).result().item() == 5 / 8  # not (3/4 + 1) / 2
 
 
+def assert_predicts(got, probabilities, logits):
+    np.testing.assert_allclose(got["probabilities"], probabilities, rtol=1e-5)
+    np.testing.assert_array_equal(got["class_ids"], probabilities.argmax(1)[:, None])
+    np.testing.assert_array_equal(got["all_class_ids"], [range(probabilities.shape[1])] * ROWS)
+    np.testing.assert_array_equal(got["classes"], probabilities.argmax(1)[:, None].astype(str))
+    np.testing.assert_array_equal(got["logits"], logits)
+
+
 @pytest.mark.covers("11 BinaryClassHead")
 def test_binary_predictions():
     result = est.BinaryClassHead().predictions(LOGIT)
-    both = np.concatenate([1 - P, P], axis=1)
     np.testing.assert_allclose(result["logistic"], P, rtol=1e-5)
-    np.testing.assert_allclose(result["probabilities"], both, rtol=1e-5)
-    np.testing.assert_array_equal(result["class_ids"], both.argmax(1)[:, None])
-    np.testing.assert_array_equal(result["all_class_ids"], [[0, 1]] * ROWS)
-    np.testing.assert_array_equal(result["classes"], np.asarray(result["class_ids"]).astype(str))
-    np.testing.assert_array_equal(result["logits"], LOGIT)
+    assert_predicts(result, np.concatenate([1 - P, P], axis=1), LOGIT)
     assert list(est.BinaryClassHead().predictions(LOGIT, ["logits"])) == ["logits"]
 
 
@@ -133,25 +136,15 @@ def test_a_head_of_several_classes(sk):
     assert float(head.loss(CLASS[:, None], LOGITS, FEATURES)) == close(loss)
     accuracy = sk.accuracy_score(CLASS, p.argmax(1), sample_weight=W)
     assert results(head.metrics(CLASS, LOGITS, FEATURES)) == {"average_loss": close(loss), "accuracy": close(accuracy)}
-    predictions = head.predictions(LOGITS)
-    np.testing.assert_allclose(predictions["probabilities"], p, rtol=1e-5)
-    np.testing.assert_array_equal(predictions["class_ids"], p.argmax(1)[:, None])
-    np.testing.assert_array_equal(predictions["all_class_ids"], [[0, 1, 2]] * ROWS)
-    np.testing.assert_array_equal(predictions["classes"], p.argmax(1)[:, None].astype(str))
+    assert_predicts(head.predictions(LOGITS), p, LOGITS)
 
 
 @pytest.mark.quick
 @pytest.mark.covers("11 MultiLabelHead")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_head_of_several_labels(sparse, sk):
-    head = est.MultiLabelHead(
-        3,
-        "w",
-        thresholds=[0.4],
-        label_vocabulary=["a", "b", "c"],
-        loss_reduction="weighted_mean",
-        classes_for_class_based_metrics=[0, "c"],
-    )
+    options = {"loss_reduction": "weighted_mean", "classes_for_class_based_metrics": [0, "c"]}
+    head = est.MultiLabelHead(3, "w", thresholds=[0.4], label_vocabulary=["a", "b", "c"], **options)
     p = np.tile(P, 3) ** np.array([1, 2, 3], np.float32)
     labels = BCOO.fromdense(MULTI) if sparse else MULTI
     losses = -np.log(np.where(MULTI == 1, p, 1 - p)).mean(1)
@@ -215,19 +208,19 @@ def test_a_logistic_head_takes_shares():
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "head, logits, labels",
+    "head, labels",
     [
-        (est.BinaryClassHead(), LOGIT[:2], np.array([2, 1])),
-        (est.BinaryClassHead(), LOGIT[:2], np.array([-1, 1])),
-        (est.MultiClassHead(3), LOGITS[:2], np.array([3, 1])),
-        (est.MultiClassHead(3), LOGITS[:2], np.array([-1, 1])),
-        (est.MultiLabelHead(3), LOGITS[:2], np.array([[2, 1, 0], [0, 0, 1]])),
-        (est.PoissonRegressionHead(), LOGIT[:2], np.array([-1, 1])),
-        (est.LogisticRegressionHead(), LOGIT[:2], np.array([1.5, 1.0])),
+        (est.BinaryClassHead(), [2, 1]),
+        (est.BinaryClassHead(), [-1, 1]),
+        (est.MultiClassHead(3), [3, 1]),
+        (est.MultiClassHead(3), [-1, 1]),
+        (est.MultiLabelHead(3), [[2, 1, 0], [0, 0, 1]]),
+        (est.PoissonRegressionHead(), [-1, 1]),
+        (est.LogisticRegressionHead(), [1.5, 1.0]),
     ],
 )
-def test_a_label_that_there_cannot_be_makes_the_loss_nan(head, logits, labels):
-    assert np.isnan(head.loss(labels, logits))
+def test_a_label_that_there_cannot_be_makes_the_loss_nan(head, labels):
+    assert np.isnan(head.loss(np.array(labels), {1: LOGIT, 3: LOGITS}[head.logits_dimension][:2]))
 
 
 ABSENT = [
@@ -418,9 +411,8 @@ def one_tower(reduction):
     def model_fn(features, labels, mode):
         kernel = est.get_variable("kernel", (4, 8))
         penalty = None if reduction == "weighted_sum" else [jnp.sum(jnp.square(kernel))]  # else added by each tower
-        return head.create_estimator_spec(
-            features, mode, features["x"] @ kernel, labels, OPTIMIZER, regularization_losses=penalty
-        )
+        logits, options = features["x"] @ kernel, {"regularization_losses": penalty}
+        return head.create_estimator_spec(features, mode, logits, labels, OPTIMIZER, **options)
 
     model = est.transform(model_fn)
     return model_fn, model, model.init(jax.random.key(1), ROWS_OF, LABELS)
@@ -490,9 +482,8 @@ def test_a_head_shows_what_no_one_else_does(name, tags):
     def model_fn(features, labels, mode):
         logits = features + est.get_variable("b", ())
         est.summary.scalar("regularization_loss", 7.0)
-        spec = head.create_estimator_spec(
-            features, mode, logits, labels, OPTIMIZER, regularization_losses=[logits.sum()]
-        )
+        options = {"regularization_losses": [logits.sum()]}
+        spec = head.create_estimator_spec(features, mode, logits, labels, OPTIMIZER, **options)
         assert mode == "train" or head.create_estimator_spec(features, mode, logits, labels).train_op is None
         return spec
 

@@ -1,7 +1,6 @@
 """What hooks read of a step, on any number of towers; what reading costs; and that programs of several steps change
 neither values nor moments."""
 
-import functools
 import re
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import Linear, X, Y, endless, make, times
+from testing.model_fns import minimizing, ones
 from testing.summaries import scalars
 from testing.towers import cpus
 
@@ -50,8 +50,7 @@ class Looking(Asking):
 
 
 def reporting_model_fn(features, mode, labels=None):
-    w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
-    y = (features @ w)[:, 0]
+    y = (features @ ones("w", (2, 1)))[:, 0]
     with est.variable_scope("net"):
         est.record("count", jnp.int32(7))
     est.summary.histogram("histogram", features)
@@ -60,8 +59,7 @@ def reporting_model_fn(features, mode, labels=None):
 
 
 def small_model_fn(features, mode, labels=None):
-    w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
-    return spec(features, labels, mode, (features @ w)[:, 0])
+    return spec(features, labels, mode, (features @ ones("w", (2, 1)))[:, 0])
 
 
 def spec(features, labels, mode, y):
@@ -109,14 +107,11 @@ def test_values_of_towers_match_one_big_batch(tmp_path):
     same(read(replicate_model_fn(reporting_model_fn, devices=cpus(4)), tmp_path / "4", five), want[:2])
 
 
-def of_each_tower_model_fn(features, labels, mode, *, micro_batches=1):
-    w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
-    loss = jnp.mean((features @ w - labels) ** 2)
+def record_of_each_tower(features, labels):
     est.record("means", features.mean(), per_tower=True)
     est.record("columns", features.sum(0), per_tower=True)
     est.record("count", 7, per_tower=True)
-    train_op = TowerOptimizer(optax.sgd(0.0), accumulate_steps=micro_batches).minimize(loss)
-    return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    return jnp.mean((features @ ones("w", (2, 1)) - labels) ** 2)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +119,7 @@ def of_each_tower_model_fn(features, labels, mode, *, micro_batches=1):
     [(0, 1, {}), (1, 1, {}), (2, 1, {}), (4, 1, {}), (2, 2, {}), (2, 1, {"block_sync": BlockSync(2)})],
 )
 def test_a_value_of_each_tower_is_an_array_over_towers(towers, micro_batches, options, tmp_path, messages):
-    model_fn = functools.partial(of_each_tower_model_fn, micro_batches=micro_batches)
+    model_fn = minimizing(record_of_each_tower, optax.sgd(0.0), accumulate_steps=micro_batches)
     if towers:
         model_fn = replicate_model_fn(model_fn, devices=cpus(towers), **options)
     estimator = make(tmp_path, model_fn, save_checkpoints_steps=None, save_summary_steps=1)
@@ -264,12 +259,10 @@ def test_results_calls_and_logs_match_one_step_at_a_time(tmp_path, messages):
     assert [step for step, *_ in want[0]] == [7, 14, 21, 28]
     assert [step for step, *_ in want[1]] == [5, 10, 15, 20, 25]
     assert [(step, examples) for step, examples, _ in want[2]] == [*((n, 4 * n) for n in range(4, 25, 4)), (28, 12)]
-    assert [line.split(", ")[1] for line in want[3] if "step" in line] == [
-        f"step = {n}" for n in (1, 6, 12, 18, 24, 26)
-    ]
-    assert (
-        sum(line.startswith("mean") for line in want[3]) == 5
-    )  # of the steps 1, 9, 17, 25; and 26, the second run's first
+    shown = [line.split(", ")[1] for line in want[3] if "step" in line]
+    assert shown == [f"step = {n}" for n in (1, 6, 12, 18, 24, 26)]
+    # Of the steps 1, 9, 17, 25; and 26, the second run's first.
+    assert sum(line.startswith("mean") for line in want[3]) == 5
     for steps_per_loop in (3, 7, 20, "auto", "0.5s"):
         got = trained(tmp_path / str(steps_per_loop), steps_per_loop, messages)
         assert got[3:5] == want[3:5], steps_per_loop

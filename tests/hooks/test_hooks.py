@@ -3,7 +3,7 @@
 import optax
 import pytest
 from testing.estimators import X, Y, endless, make, refuse, saved_steps, step_of, times
-from testing.hooks import Noted, NotedListener, WithHooks, noted_input_fn
+from testing.hooks import Noted, NotedListener, WithHooks, noted_input_fn, raising
 
 import estimator as est
 from estimator.loop._context import RunContext
@@ -34,9 +34,7 @@ def test_the_moments_of_training_come_in_tensorflows_order(tmp_path, calls):
     names = ["chief", "user", "training"]
     around = [f"{name}.before_run" for name in names]
     after = [f"{name}.after_run" for name in names]
-    save_0 = ["listener.before_save 0", "listener.after_save 0 (there)"]
-    save_2 = ["listener.before_save 2", "listener.after_save 2 (there)"]
-    save_3 = ["listener.before_save 3", "listener.after_save 3 (there)"]
+    save_0, save_2, save_3 = ([f"listener.before_save {n}", f"listener.after_save {n} (there)"] for n in (0, 2, 3))
     assert once(
         calls,
         ["listener.begin", *(f"{name}.begin" for name in names)]
@@ -107,13 +105,6 @@ def test_the_state_can_be_read_when_there_is_one(unsaved, calls):
         unsaved.evaluate(times(1), hooks=[Noted("user", calls, after_run=lambda context, values: context.save())])
 
 
-def failing(error):
-    def fail(*_):
-        raise error
-
-    return fail
-
-
 def failing_input_fn():
     yield X, Y
     yield X, Y
@@ -134,7 +125,7 @@ def failing_input_fn():
 )
 def test_end_is_called_whatever_happened_and_knows_it(unsaved, calls, moment, error):
     first, last = Noted("first", calls), Noted("last", calls)
-    hooks = [first, Noted("failing", calls, **{moment: failing(error)}), last]
+    hooks = [first, Noted("failing", calls, **{moment: raising(error)}), last]
     with pytest.raises(type(error)) as raised:
         unsaved.train(failing_input_fn if moment == "input" else times(2), hooks=hooks)
     ended = [call for call in calls if call.endswith(".end")]
@@ -147,7 +138,7 @@ def test_end_is_called_whatever_happened_and_knows_it(unsaved, calls, moment, er
 
 @pytest.mark.covers("1.5 hooks")
 def test_an_error_in_evaluation_or_prediction_reaches_end(unsaved, calls):
-    hook = Noted("user", calls, after_run=failing(ValueError("in after_run")))
+    hook = Noted("user", calls, after_run=raising(ValueError("in after_run")))
     for run in (unsaved.evaluate, lambda *args, **kwargs: list(unsaved.predict(*args, **kwargs))):
         with pytest.raises(ValueError, match="in after_run"):
             run(times(1), hooks=[hook])
@@ -156,7 +147,7 @@ def test_an_error_in_evaluation_or_prediction_reaches_end(unsaved, calls):
 
 
 def test_of_two_errors_in_end_the_first_is_raised_and_the_other_logged(unsaved, calls, messages):
-    hooks = [Noted(name, calls, end=failing(ValueError(name))) for name in ("one", "two")]
+    hooks = [Noted(name, calls, end=raising(ValueError(name))) for name in ("one", "two")]
     with pytest.raises(ValueError, match="one"):
         unsaved.train(times(1), hooks=hooks)
     assert any("failed in its `end`, after the error that ended the run." in message for message in messages())
@@ -188,7 +179,7 @@ def test_request_stop_lets_others_see_the_step_and_makes_no_further_one(unsaved,
 @pytest.mark.covers("1.3 stop")
 @pytest.mark.parametrize("moment", ["begin", "after_create_state", "before_run", "after_run", "end"])
 def test_stop_iteration_in_a_hook_is_an_error_of_the_hook(tmp_path, calls, moment):
-    hook = Noted("user", calls, **{moment: failing(StopIteration)})
+    hook = Noted("user", calls, **{moment: raising(StopIteration)})
     estimator = make(tmp_path)
     for run in (estimator.train, estimator.evaluate, lambda *args, **kwargs: list(estimator.predict(*args, **kwargs))):
         with pytest.raises(RuntimeError, match=rf"Noted.*\.{moment} raised StopIteration, perhaps by `next` of"):
@@ -278,44 +269,41 @@ def test_what_is_no_hook_is_refused_before_anything_is_called(unsaved, run, hook
 
 
 def test_a_hook_with_the_moment_of_tensorflows_sessions_is_refused():
-    with pytest.raises(
-        TypeError,
-        match=r"Mine\.after_create_session would never be called.*Call it `after_create_state\(self, context\)`",
-    ):
+    message = r"Mine\.after_create_session would never be called.*Call it `after_create_state\(self, context\)`"
+    with pytest.raises(TypeError, match=message):
         type("Mine", (Session, est.Hook), {})
 
 
-@pytest.mark.covers("1.3 errors")
-@pytest.mark.parametrize("listeners", [[object()], est.CheckpointSaverListener(), [est.Hook()]])
-def test_what_is_no_listener_is_refused(unsaved, listeners):
-    with pytest.raises(TypeError, match="saving_listeners must be a list of CheckpointSaverListener, given: .*object"):
-        unsaved.train(refuse, saving_listeners=listeners)
+class Late(est.Hook):
+    def next_step(self, step):
+        return min(step + 1, 2)
 
 
-@pytest.mark.covers("1.3 listeners need checkpoints")
-def test_listeners_without_a_saver_are_refused(unsaved):
-    with pytest.raises(ValueError, match="There should be a CheckpointSaverHook to use saving_listeners. Please set"):
-        unsaved.train(endless, saving_listeners=[est.CheckpointSaverListener()], steps=1)
+NO_LISTENERS = TypeError, "saving_listeners must be a list of CheckpointSaverListener, given: .*object"
+REFUSED = {
+    "an object is no listener": ({"input_fn": refuse, "saving_listeners": [object()]}, *NO_LISTENERS),
+    "a listener is no list": ({"input_fn": refuse, "saving_listeners": est.CheckpointSaverListener()}, *NO_LISTENERS),
+    "a hook is no listener": ({"input_fn": refuse, "saving_listeners": [est.Hook()]}, *NO_LISTENERS),
+    "listeners without a saver": (
+        {"saving_listeners": [est.CheckpointSaverListener()]},
+        *(ValueError, "There should be a CheckpointSaverHook to use saving_listeners. Please set"),
+    ),
+    "a saver for another directory": (
+        {"hooks": [est.CheckpointSaverHook("/other", save_steps=1)]},
+        *(ValueError, "CheckpointSaverHook got checkpoint_dir='/other', but the Estimator saves in"),
+    ),
+    "a moment in the past": (
+        {"hooks": [Late()]},
+        *(ValueError, r"Late object .*\.next_step\(2\) returned 2, which has passed already\. Return a"),
+    ),
+}
 
 
-@pytest.mark.covers("1.3 user saver")
-def test_a_saver_for_another_directory_is_refused(tmp_path):
-    saver = est.CheckpointSaverHook(str(tmp_path / "other"), save_steps=1)
-    with pytest.raises(
-        ValueError, match=r"CheckpointSaverHook got checkpoint_dir='.*other', but the Estimator saves in"
-    ):
-        make(tmp_path).train(endless, hooks=[saver], steps=1)
-
-
-def test_a_moment_in_the_past_is_an_error(unsaved):
-    class Late(est.Hook):
-        def next_step(self, step):
-            return min(step + 1, 2)
-
-    with pytest.raises(
-        ValueError, match=r"Late object .*\.next_step\(2\) returned 2, which has passed already\. Return a"
-    ):
-        unsaved.train(endless, hooks=[Late()], steps=5)
+@pytest.mark.covers("1.3 errors", "1.3 listeners need checkpoints", "1.3 user saver")
+@pytest.mark.parametrize("arguments, error, message", REFUSED.values(), ids=REFUSED)
+def test_hooks_and_listeners_that_cannot_be_are_refused(unsaved, arguments, error, message):
+    with pytest.raises(error, match=message):
+        unsaved.train(**{"input_fn": endless, "steps": 5} | arguments)
 
 
 @pytest.mark.covers("1.3 Loss for final step", "1.3 returned info")

@@ -10,6 +10,7 @@ import pytest
 from testing.cluster import shared_cluster
 from testing.estimators import X, Y, endless, make, refuse, saved_steps, times
 from testing.hooks import Noted
+from testing.model_fns import regressing, zeros
 
 import estimator as est
 from estimator.checkpoint._checkpoints import Checkpoints
@@ -53,9 +54,7 @@ class Hanging:
             self.traced = False
             self.hang("compile")
         features = jax.pure_callback(self.look, jax.ShapeDtypeStruct(features.shape, features.dtype), features)
-        w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
-        loss = est.losses.mean_squared_error(labels, features @ w)
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.01)).minimize(loss))
+        return regressing(lambda x: x @ zeros("w", (2, 1)), optax.sgd(0.01))(features, labels, mode)
 
     def look(self, features):
         if features[0, 0] == 99:
@@ -64,7 +63,6 @@ class Hanging:
 
 
 @pytest.mark.quick
-@pytest.mark.slow
 @pytest.mark.covers("4 watchdog")
 @pytest.mark.parametrize("phase", ["begin", "input", "compile", "step", "checkpoint", "evaluate", "end"])
 def test_the_phase_in_which_a_run_hangs_is_reported_with_the_stacks(tmp_path, monkeypatch, path, hang, messages, phase):
@@ -106,7 +104,6 @@ def test_the_phase_in_which_a_run_hangs_is_reported_with_the_stacks(tmp_path, mo
 
 
 @pytest.mark.quick
-@pytest.mark.slow
 @pytest.mark.covers("4 watchdog")
 def test_a_stall_is_reported_once(tmp_path, path, hang):
     def input_fn():

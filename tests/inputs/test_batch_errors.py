@@ -11,22 +11,23 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from testing.estimators import Linear, X, Y, make, step_of, times
-from testing.model_fns import minimizing, zeros
+from testing.model_fns import minimizing, ones, regressing, zeros
 from testing.towers import replicate
 
 import estimator as est
 from estimator.inputs._input_fn import batches
-from replicate import TowerOptimizer, replicate_model_fn
+from replicate import replicate_model_fn
 
 
-def by_key(features, labels, mode):
-    """A weight for each of the features, which may be an array or a dict of arrays."""
+def weighted(features):
+    """The sum with a weight for each of the features, which may be an array or a dict of arrays."""
     features = features if isinstance(features, dict) else {"alone": features}
-    y = sum(x @ est.get_variable(f"w{key}", (x.shape[1], 1)) for key, x in features.items())
-    if mode == est.ModeKeys.PREDICT:
-        return est.EstimatorSpec(mode, predictions=y)
-    loss = est.losses.mean_squared_error(labels, y)
-    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.01)).minimize(loss))
+    return sum(x @ est.get_variable(f"w{key}", (x.shape[1], 1)) for key, x in features.items())
+
+
+by_key = regressing(weighted, optax.sgd(0.01))
+needs_a = regressing(lambda x: x["a"] @ est.get_variable("w", (2, 1)), optax.sgd(0.01))  # fails with a dict's KeyError
+pooled = regressing(lambda x: x["x"].mean(axis=1) * ones("w"), optax.sgd(0.01))
 
 
 def outcomes(estimator, input_fn):
@@ -36,26 +37,18 @@ def outcomes(estimator, input_fn):
     return weights, estimator.evaluate(input_fn)["loss"], list(estimator.predict(input_fn))
 
 
-def third_device(i):
-    return jax.devices()[3]
+def mesh_of(devices, name, *axes):
+    return NamedSharding(Mesh(np.array(devices), name), PartitionSpec(*axes))
 
 
-def changing_devices(i):
-    return jax.devices()[i % 4]
-
-
-def mesh_of_four(i):
-    return NamedSharding(Mesh(np.array(jax.devices()[:4]), "rows"), PartitionSpec("rows"))
-
-
-def mesh_of_others(i):
-    return NamedSharding(Mesh(np.array(jax.devices()[4:6]), "columns"), PartitionSpec(None, "columns"))
-
-
-def features_and_labels_apart(i):
-    return jax.devices()[1], jax.devices()[2]
-
-
+MESH_OF_FOUR = mesh_of(jax.devices()[:4], "rows", "rows")
+PLACES = {  # of the i-th batch
+    "third device": lambda i: jax.devices()[3],
+    "changing devices": lambda i: jax.devices()[i % 4],
+    "mesh of four": lambda i: MESH_OF_FOUR,
+    "mesh of others": lambda i: mesh_of(jax.devices()[4:6], "columns", None, "columns"),
+    "features and labels apart": lambda i: (jax.devices()[1], jax.devices()[2]),
+}
 TWO_COLUMNS = np.concatenate([Y, Y], axis=1)
 
 
@@ -77,9 +70,7 @@ def outcomes_of_numpy(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("towers", [0, 1, 4])
-@pytest.mark.parametrize(
-    "where", [third_device, changing_devices, mesh_of_four, mesh_of_others, features_and_labels_apart]
-)
+@pytest.mark.parametrize("where", PLACES.values(), ids=PLACES)
 def test_batches_are_moved_to_the_devices_of_the_model(tmp_path, outcomes_of_numpy, towers, where):
     placed = [jax.device_put((X, TWO_COLUMNS), where(i)) for i in range(6)]
     got = outcomes(make(tmp_path, replicate(first_column, towers)), lambda: placed)
@@ -88,7 +79,7 @@ def test_batches_are_moved_to_the_devices_of_the_model(tmp_path, outcomes_of_num
 
 def test_batches_on_the_devices_of_the_towers_stay_there(tmp_path):
     placement = est.transform(replicate_model_fn(by_key, devices=jax.devices()[:4])).info(X, Y).placement
-    x = jax.device_put(X, mesh_of_four(0))
+    x = jax.device_put(X, MESH_OF_FOUR)
     source = batches([(x, Y), (jnp.asarray(X), Y), (jax.device_put(X, jax.devices()[1]), Y)])
     source.place(placement)
     assert next(source)[0] is x
@@ -109,15 +100,6 @@ LATER = [
 
 def all_of(estimator, verb, input_fn):
     return list(estimator.predict(input_fn)) if verb == "predict" else getattr(estimator, verb)(input_fn)
-
-
-def needs_a(features, labels, mode):
-    """Fails with the KeyError of a dict."""
-    y = features["a"] @ est.get_variable("w", (2, 1))
-    if mode == est.ModeKeys.PREDICT:
-        return est.EstimatorSpec(mode, predictions=y)
-    loss = est.losses.mean_squared_error(labels, y)
-    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.01)).minimize(loss))
 
 
 @pytest.mark.quick
@@ -220,8 +202,13 @@ UNKNOWN = {
 WIDE = pytest.mark.skipif(np.longdouble(0).nbytes == 8, reason="here longdouble is float64")
 
 
+of_unknown_dtypes = pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=WIDE if isinstance(d, type) else ()) for d in UNKNOWN]
+)
+
+
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
-@pytest.mark.parametrize("dtype", [pytest.param(d, marks=WIDE if isinstance(d, type) else ()) for d in UNKNOWN])
+@of_unknown_dtypes
 def test_a_dtype_that_jax_has_not_is_an_error_that_names_the_feature(tmp_path, verb, dtype):
     batch = {"x": X, "y": np.zeros(len(X), dtype)}
     message = f"features and labels must be arrays of numbers that jax has; got features['y'] {UNKNOWN[dtype]}"
@@ -231,7 +218,7 @@ def test_a_dtype_that_jax_has_not_is_an_error_that_names_the_feature(tmp_path, v
         est.transform(by_key).init(jax.random.key(0), batch)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(d, marks=WIDE if isinstance(d, type) else ()) for d in UNKNOWN])
+@of_unknown_dtypes
 def test_an_initial_value_of_such_a_dtype_is_an_error_that_names_the_variable(dtype):
     def init(*args):
         return est.transform(lambda features: est.get_variable("w", *args)).init(jax.random.key(0), X, mode="infer")
@@ -243,7 +230,7 @@ def test_an_initial_value_of_such_a_dtype_is_an_error_that_names_the_variable(dt
         init((2,), dtype)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(d, marks=WIDE if isinstance(d, type) else ()) for d in UNKNOWN])
+@of_unknown_dtypes
 def test_predictions_and_a_loss_of_such_a_dtype_are_an_error_that_names_them(dtype):
     message = f" must be an array of numbers that jax has, given one {UNKNOWN[dtype]}"
     with pytest.raises(TypeError, match=re.escape("predictions['y']" + message)):
@@ -295,12 +282,6 @@ def test_one_batch_for_one_step_or_in_an_iterable_is_not_worth_a_word(tmp_path, 
     estimator.train(lambda: itertools.repeat((X, Y)), steps=5)
     estimator.evaluate(lambda: (X, Y), steps=5)
     assert not [message for message in messages() if "one batch" in message]
-
-
-def pooled(features, labels, mode):
-    y = features["x"].mean(axis=1)
-    loss = est.losses.mean_squared_error(labels, y * est.get_variable("w", (), initializer=jax.nn.initializers.ones))
-    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.01)).minimize(loss), predictions=y)
 
 
 @pytest.mark.slow

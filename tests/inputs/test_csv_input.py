@@ -3,6 +3,7 @@ import gzip
 import numpy as np
 import pytest
 from testing import refused
+from testing.model_fns import regressing
 
 import estimator as est
 from estimator.inputs import csv_input_fn
@@ -59,18 +60,10 @@ def test_a_column_has_one_kind_however_long_its_file_is(tmp_path):
 
 
 def test_an_estimator_trains_on_a_file(files):
-    def model_fn(features, labels, mode):
-        loss = est.losses.mean_squared_error(labels, est.get_variable("w", ()) * features["age"])
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.group())
-
-    input_fn = csv_input_fn(files / "a.csv", 2, None, {"age": 0.0, "rich": 0.0, "work": ""}, "rich",
-                            select_columns=["age", "rich", "work"], shuffle=False)  # fmt: skip
-
-    def numbers():
-        for features, labels in input_fn():
-            yield {"age": features["age"]}, labels
-
-    assert est.Estimator(model_fn, files / "model").train(numbers).get_variable_value("global_step") == 1
+    model_fn = regressing(lambda features: est.get_variable("w", ()) * features["age"])
+    defaults = {"age": 0.0, "rich": 0.0}
+    input_fn = csv_input_fn(files / "a.csv", 2, None, defaults, "rich", select_columns=["age", "rich"], shuffle=False)
+    assert est.Estimator(model_fn, files / "model").train(input_fn).get_variable_value("global_step") == 1
 
 
 REFUSED = {

@@ -150,7 +150,9 @@ def test_rows_resume_exactly_where_they_were_cut_in_any_batch_size(n, sizes, epo
         return est.inputs.numpy_input_fn(np.arange(n), None, batch_size, epochs, shuffle, seed=seed)()
 
     whole = make(sizes[0], seed)
-    taken = rows(itertools.islice(whole, cut))
+    batches = list(itertools.islice(whole, cut))
+    assert all(len(batch) == sizes[0] for batch in batches[:-1])
+    taken = rows(batches)
     state = json.loads(json.dumps(whole.get_state()))
     rest = rows(whole)
     for epoch in range(epochs):

@@ -1,5 +1,6 @@
 """The values of a batch are those it had when it was yielded, and they arrive, or an error says that they cannot."""
 
+import functools
 import itertools
 
 import jax
@@ -9,13 +10,14 @@ import optax
 import pytest
 from jax.experimental.sparse import BCOO
 from testing.estimators import make
-from testing.model_fns import minimizing
+from testing.model_fns import minimizing, ones, zeros
+from testing.towers import replicate
 
 import estimator as est
 from estimator.inputs._batch_values import copy_batch
 from estimator.inputs._input_fn import batches
 from estimator.loop._programs import stacked_batches
-from replicate import TowerOptimizer, num_towers, replicate_model_fn
+from replicate import TowerOptimizer, num_towers
 
 N = 60
 ROWS = 4
@@ -24,7 +26,7 @@ ROWS = 4
 def summing(features, labels, mode):
     """Sums what it sees, in training by a variable, so that every batch is known to have arrived, once."""
     seen = sum(leaf.astype(jnp.float32).mean() for leaf in jax.tree.leaves((features, labels)))
-    w = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+    w = zeros("w")
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions=jax.tree.leaves(features)[0])
     est.get_variable("sum", (), initializer=jax.nn.initializers.zeros, trainable=False)
@@ -83,30 +85,6 @@ def a_ring(tmp_path):
         yield ring[i % 3]
 
 
-def a_large_buffer(tmp_path):
-    return one_buffer(tmp_path, (ROWS, 20_000))
-
-
-def a_wide_buffer(tmp_path):
-    return one_buffer(tmp_path, dtype=np.int64)
-
-
-def array_likes(tmp_path):
-    return map(ArrayLike, one_buffer(tmp_path))
-
-
-def dlpacks(tmp_path):
-    return map(OnlyDLPack, one_buffer(tmp_path))
-
-
-def torch_tensors(tmp_path):
-    return refilled(pytest.importorskip("torch").zeros((ROWS, 2)))
-
-
-def a_memory_map(tmp_path):
-    return refilled(np.memmap(tmp_path / "map", np.float32, "w+", shape=(ROWS, 2)))
-
-
 def read_only_views(tmp_path):
     buffer = aligned((ROWS, 2))
     view = buffer.view()
@@ -132,30 +110,21 @@ def sparse(tmp_path):
         yield BCOO((data, indices), shape=(ROWS, 2))
 
 
-def some_of_jax(tmp_path):
-    for i, array in enumerate(one_buffer(tmp_path)):
-        yield jnp.array(array) if i % 3 else array
-
-
-def of_the_other_byte_order(tmp_path):
-    return one_buffer(tmp_path, dtype=">f4")
-
-
-SOURCES = [
-    one_buffer,
-    a_ring,
-    a_large_buffer,
-    a_wide_buffer,
-    array_likes,
-    dlpacks,
-    torch_tensors,
-    a_memory_map,
-    read_only_views,
-    strided_views,
-    nested,
-    some_of_jax,
-    of_the_other_byte_order,
-]
+SOURCES = {
+    "one buffer": one_buffer,
+    "a ring": a_ring,
+    "a large buffer": lambda path: one_buffer(path, (ROWS, 20_000)),
+    "a wide buffer": lambda path: one_buffer(path, dtype=np.int64),
+    "the other byte order": lambda path: one_buffer(path, dtype=">f4"),
+    "array-likes": lambda path: map(ArrayLike, one_buffer(path)),
+    "dlpacks": lambda path: map(OnlyDLPack, one_buffer(path)),
+    "some of jax": lambda path: (jnp.array(x) if i % 3 else x for i, x in enumerate(one_buffer(path))),
+    "tensors of torch": lambda path: refilled(pytest.importorskip("torch").zeros((ROWS, 2))),
+    "a memory map": lambda path: refilled(np.memmap(path / "map", np.float32, "w+", shape=(ROWS, 2))),
+    "read-only views": read_only_views,
+    "strided views": strided_views,
+    "nested": nested,
+}
 TOTAL = sum(range(N))
 
 
@@ -165,36 +134,40 @@ def summed(estimator):
 
 @pytest.mark.quick
 @pytest.mark.covers("1.6 a batch keeps its values")
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("loop", [{"steps_per_loop": 1}, {}, {"steps_per_loop": 7}], ids=["one", "auto", "seven"])
+@pytest.mark.parametrize("source, loop", [*itertools.product(SOURCES, [1, 7]), ("one buffer", "auto")])
 def test_training_sees_each_batch_as_it_was_yielded(tmp_path, source, loop):
-    assert summed(make(tmp_path / "m", summing, **loop).train(lambda: source(tmp_path))) == TOTAL
+    estimator = make(tmp_path / "m", summing, steps_per_loop=loop)
+    assert summed(estimator.train(functools.partial(SOURCES[source], tmp_path))) == TOTAL
 
 
 @pytest.mark.quick
 @pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize("source", SOURCES)
 def test_evaluation_and_prediction_see_each_batch_as_it_was_yielded(tmp_path, source):
-    estimator = make(tmp_path / "m", summing)
-    estimator.train(lambda: itertools.islice(source(tmp_path), 1))
-    results = estimator.evaluate(lambda: source(tmp_path))
+    estimator, input_fn = make(tmp_path / "m", summing), functools.partial(SOURCES[source], tmp_path)
+    estimator.train(lambda: itertools.islice(input_fn(), 1))
+    results = estimator.evaluate(input_fn)
     assert results["mean"] * N == results["loss"] * N == TOTAL
-    predicted = list(estimator.predict(lambda: source(tmp_path), yield_single_examples=False))
+    predicted = list(estimator.predict(input_fn, yield_single_examples=False))
     assert [float(batch.mean()) for batch in predicted] == list(range(N))
     assert [float(batch.max()) for batch in predicted] == list(range(N))  # those given out stay as they were
 
 
 @pytest.mark.quick
 @pytest.mark.covers("1.6 a batch keeps its values")
-@pytest.mark.parametrize("towers", [1, 2, 4])
-@pytest.mark.parametrize("loop", [1, 7])
-@pytest.mark.parametrize("source", [one_buffer, a_large_buffer, nested])
+@pytest.mark.parametrize(
+    "source, loop, towers",
+    [
+        *(("one buffer", 7, towers) for towers in (1, 2)),
+        *((source, loop, 4) for source in ("one buffer", "a large buffer", "nested") for loop in (1, 7)),
+    ],
+)
 def test_towers_see_each_batch_as_it_was_yielded(tmp_path, source, towers, loop):
-    model_fn = replicate_model_fn(summing, devices=jax.devices()[:towers])
-    estimator = make(tmp_path / "m", model_fn, steps_per_loop=loop)
-    assert summed(estimator.train(lambda: source(tmp_path))) == TOTAL
-    assert estimator.evaluate(lambda: source(tmp_path))["mean"] * N == pytest.approx(TOTAL)
-    predicted = estimator.predict(lambda: source(tmp_path), yield_single_examples=False)
+    estimator = make(tmp_path / "m", replicate(summing, towers), steps_per_loop=loop)
+    input_fn = functools.partial(SOURCES[source], tmp_path)
+    assert summed(estimator.train(input_fn)) == TOTAL
+    assert estimator.evaluate(input_fn)["mean"] * N == pytest.approx(TOTAL)
+    predicted = estimator.predict(input_fn, yield_single_examples=False)
     assert [float(np.asarray(jax.tree.leaves(batch)[0]).mean()) for batch in predicted] == list(range(N))
 
 
@@ -213,7 +186,7 @@ def test_sparse_features_are_taken_as_they_were_yielded(tmp_path):
         est.get_variable("sum", (), initializer=jax.nn.initializers.zeros, trainable=False)
         seen = features.todense().sum() / ROWS**2
         est.assign_add("sum", seen)
-        return seen + 0 * est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+        return seen + 0 * zeros("w")
 
     assert summed(make(tmp_path / "m", minimizing(loss_of, optax.sgd(0.0))).train(lambda: sparse(tmp_path))) == TOTAL
 
@@ -223,8 +196,7 @@ def test_sparse_features_are_taken_as_they_were_yielded(tmp_path):
 
 def late(features, labels, mode):
     """A step that reads its features after it has computed for a while."""
-    w = est.get_variable("w", (100, 100), initializer=jax.nn.initializers.zeros)
-    after = jax.lax.fori_loop(0, 100, lambda _, x: jnp.sin(x @ x), w)
+    after = jax.lax.fori_loop(0, 100, lambda _, x: jnp.sin(x @ x), zeros("w", (100, 100)))
     seen = after.sum() * 0 + features.mean()
     est.get_variable("sum", (), initializer=jax.nn.initializers.zeros, trainable=False)
     est.assign_add("sum", seen)
@@ -342,28 +314,24 @@ def test_with_x64_numbers_stay_as_they_are():
             assert features.dtype == dtype and features == x and features is not x
 
 
+TOO_LARGE_ID = r"features\['ids'\] holds 4294967296, which does not fit int32"
+
+
 def identity(features, labels, mode):
-    loss = features["ids"].astype(jnp.float32).mean() * est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    loss = features["ids"].astype(jnp.float32).mean() * ones("w")
     train_op = est.Optimizer(optax.sgd(0.0)).minimize(loss)
     return est.EstimatorSpec(mode, loss=loss, train_op=train_op, predictions=features["ids"])
 
 
 @pytest.mark.quick
 @pytest.mark.covers("1.6 int64 and float64")
-@pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
-@pytest.mark.parametrize("towers", [0, 2])
+@pytest.mark.parametrize("first, towers", [(0, 0), (3, 0), (3, 2)])
 def test_numbers_that_do_not_fit_end_every_verb(tmp_path, verb, first, towers):
     good, bad = {"ids": np.arange(4)}, {"ids": np.arange(4) + 2**32}
-    model_fn = replicate_model_fn(summing, devices=jax.devices()[:towers]) if towers else identity
-    estimator = make(tmp_path, model_fn)
-
-    def input_fn():
-        return [good] * first + [bad] * 2
-
-    with pytest.raises(ValueError, match=r"features\['ids'\] holds 4294967296, which does not fit int32"):
-        for _ in getattr(estimator, verb)(input_fn) if verb == "predict" else [getattr(estimator, verb)(input_fn)]:
-            pass
+    estimator = make(tmp_path, replicate(summing, towers) if towers else identity)
+    with pytest.raises(ValueError, match=TOO_LARGE_ID):
+        list(getattr(estimator, verb)(lambda: [good] * first + [bad] * 2))
 
 
 def test_numbers_of_est_inputs_that_do_not_fit_are_errors(tmp_path):
@@ -390,7 +358,7 @@ def test_numbers_that_do_not_fit_are_errors_in_the_pure_steps(step):
     }
     call = calls.get(step, lambda x: getattr(model, step)(state, x))
     call(good)
-    with pytest.raises(ValueError, match=r"features\['ids'\] holds 4294967296, which does not fit int32"):
+    with pytest.raises(ValueError, match=TOO_LARGE_ID):
         call(bad)
 
 

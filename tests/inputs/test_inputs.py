@@ -144,17 +144,6 @@ def test_batches_straddle_epochs(shuffle):
     assert shuffle == (order[:10] != order[10:])
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize(("n", "batch_size", "epochs"), [(3, 7, 4), (1, 1, 1), (5, 5, 2), (4, 8, 3)])
-def test_every_row_comes_once_an_epoch(n, batch_size, epochs, shuffle):
-    got = rows(numpy_input_fn(np.arange(n), None, batch_size, epochs, shuffle))
-    order = sum(got, [])
-    for epoch in range(epochs):
-        assert sorted(order[epoch * n : (epoch + 1) * n]) == list(range(n))
-    assert len(order) == n * epochs
-    assert all(len(batch) == batch_size for batch in got[:-1])
-
-
 @pytest.mark.covers("10 numpy_input_fn")
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_num_epochs_none_repeats_forever(shuffle):

@@ -71,19 +71,13 @@ def test_the_position_is_the_one_after_the_last_row_of_a_batch():
     [
         (ROWS, {"batch_size": 0}, "batch_size must be an int >= 1, the number of rows of a batch; got 0."),
         (ROWS, {"drop_remainder": True}, "drop_remainder=True without a batch_size. Give both where it reads rows."),
-        (
-            ROWS[0],
-            {"batch_size": 2},
-            "is for an iterable of single rows, and one batch, a tuple. Leave batch_size out.",
-        ),
+        (ROWS[0], {"batch_size": 2},
+         "is for an iterable of single rows, and one batch, a tuple. Leave batch_size out."),
         ([{"a": [1]}, {"b": [1]}], {"batch_size": 2}, "differ in their names: ['a'] and ['b']. Give all rows the same"),
-        (
-            ROWS,
-            {"batch_size": 2, "axes": {"words": 1}},
-            "The rows of features['box'] have the shapes [(2, 1), (2, 3)].",
-        ),
+        (ROWS, {"batch_size": 2, "axes": {"words": 1}},
+         "The rows of features['box'] have the shapes [(2, 1), (2, 3)]."),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_errors(rows, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         list(itertools.islice(est.inputs.pad_batches(rows, **options), 3))

@@ -174,9 +174,10 @@ def broken_after_four():
 
 
 @pytest.mark.covers("10 input thread")
+@pytest.mark.parametrize("by_caller", [False, True])
 @pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 3], [5]])
-def test_an_error_comes_after_all_batches_from_before_with_its_traceback(sizes):
-    with Prefetcher(broken_after_four(), list) as ready:
+def test_an_error_comes_after_all_batches_from_before_with_its_traceback(sizes, by_caller):
+    with Prefetcher(broken_after_four(), list, by_caller=by_caller) as ready:
         seen = []
         with pytest.raises(ValueError, match="from the user's code") as caught:
             for piece in pieces(ready, [*sizes, 1]):
@@ -316,16 +317,6 @@ def test_an_input_in_memory_is_read_where_it_is_taken_as_long_as_that_is_quick(m
         got = [piece.batches for piece in pieces(ready, [2, 2, 2, 2, 2, 2, 2])]
     assert [pairs for _, pairs in got[:-1]] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert [thread == here for thread, _ in got] == [True, True, True, False, False, False, False]
-
-
-@pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 3], [5]])
-def test_an_error_of_an_input_in_memory_comes_after_all_batches_from_before(sizes):
-    with Prefetcher(broken_after_four(), list, by_caller=True) as ready:
-        taken = []
-        with pytest.raises(ValueError, match="from the user's code"):
-            for piece in pieces(ready, [*sizes, 1]):
-                taken += piece.batches
-    assert taken == [0, 1, 2, 3]
 
 
 def test_only_inputs_that_cannot_block_are_in_memory():

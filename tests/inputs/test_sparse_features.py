@@ -148,12 +148,12 @@ def test_one_array_may_hold_the_batches_of_all_steps():
 
 @pytest.mark.slow
 def test_labels_may_be_sparse_and_integers():
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         w = est.get_variable("w", (COLUMNS, COLUMNS))
         sums = sparse.bcoo_dot_general(features, w, dimension_numbers=(((1,), (0,)), ((), ())))
-        loss = est.losses.mean_squared_error(labels.todense().astype(jnp.float32), sums)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+        return est.losses.mean_squared_error(labels.todense().astype(jnp.float32), sums)
 
+    model_fn = minimizing(loss_of)
     x, y = to_sparse(words(4, 7)), to_sparse((2 * words(4, 9, seed=1)).astype(np.int32))
     model, towers = est.transform(model_fn), est.transform(replicate(model_fn, 2))
     state = model.init(KEY, x, y)
@@ -209,9 +209,8 @@ def test_rows_that_are_a_batch_dimension_are_cut_like_dense_ones(n_batch, n_dens
         split = split_rows(x, 2)
         assert x.nse == 4
         assert split.data.shape[:2] == (2, 2)
-        return [jax.tree.map(lambda array, i=i: array[i], split).todense() for i in range(2)], take_rows(
-            x, 1, 3
-        ).todense()
+        parts = [jax.tree.map(lambda array, i=i: array[i], split).todense() for i in range(2)]
+        return parts, take_rows(x, 1, 3).todense()
 
     dense = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
     parts, taken = rows(dense)
@@ -298,13 +297,9 @@ def test_an_estimator_is_the_same_with_sparse_batches(tmp_path):
         estimator = est.Estimator(replicate(Linear(), towers), tmp_path / str(towers), config)
         estimator.train(lambda convert=convert: (batch(*size, convert=convert) for size in sizes))
         rest = [batch(rows, 3, convert=convert) for rows in (8, 7, 2)]
-        results.append(
-            {
-                "variables": [estimator.get_variable_value(name) for name in ("table", "dense")],
-                "evaluation": jax.tree.map(np.float64, estimator.evaluate(lambda rest=rest: rest)),
-                "predictions": list(estimator.predict(lambda rest=rest: rest)),
-            }
-        )
+        variables = [estimator.get_variable_value(name) for name in ("table", "dense")]
+        evaluation = jax.tree.map(np.float64, estimator.evaluate(lambda rest=rest: rest))
+        results.append((variables, evaluation, list(estimator.predict(lambda rest=rest: rest))))
     assert_close(results[1], results[0])
 
 
@@ -332,13 +327,8 @@ def test_programs_of_several_steps_serve_batches_of_unlike_buckets(tmp_path):
     config = est.RunConfig(steps_per_loop=2)
     estimator = est.Estimator(model_fn, tmp_path, config)
     batches = [batch(8, n) for n in (9, 3, 2, 16, 10, 13)]
-    by_hand = [
-        batch(8, 5),
-        (
-            {**batch(8, 9)[0], "words": BCOO((jnp.ones(1), jnp.zeros((1, 2), jnp.int32)), shape=(8, COLUMNS))},
-            batch(8, 9)[1],
-        ),
-    ]
+    unsorted = BCOO((jnp.ones(1), jnp.zeros((1, 2), jnp.int32)), shape=(8, COLUMNS))
+    by_hand = [batch(8, 5), (batch(8, 9)[0] | {"words": unsorted}, batch(8, 9)[1])]
     estimator.train(lambda: batches)
     traces = model_fn.traces
     estimator.train(lambda: batches[::-1])
@@ -367,21 +357,15 @@ BY_ROW = BCSR((np.ones(8), np.zeros(8, np.int32), np.arange(9, dtype=np.int32)),
         (to_sparse(words(8, 9) > 0), TypeError, r"integers or floats; got features\['words'\] of dtype bool. Convert"),
         (to_sparse(words(8, 9).astype(np.complex64)), TypeError, r"features\['words'\] of dtype complex64"),
         (jax.tree.map(np.float32, SPARSE), TypeError, r"must be integers; features\['words'\] has float32"),
-        (
-            BCOO((words(8, 9)[None], np.zeros((1, 0), np.int32)), shape=(8, COLUMNS)),
-            ValueError,
-            r"all dimensions of features\['words'\] = BCOO.* are dense",
-        ),
+        (BCOO((words(8, 9)[None], np.zeros((1, 0), np.int32)), shape=(8, COLUMNS)), ValueError,
+         r"all dimensions of features\['words'\] = BCOO.* are dense"),
         (to_sparse(words(6, 9)), ValueError, r"same batch size .*features\['words'\]: 6"),
         (to_sparse(np.zeros((0, 5))), ValueError, r"must have the same batch size .*features\['words'\]: 0"),
-        (
-            BCOO((np.ones(1), np.zeros((1, 2), np.int8)), shape=(8, 128)),
-            ValueError,
-            r"indices of features\['words'\] = .* are int8, which cannot hold 128.*Convert them to int32",
-        ),
+        (BCOO((np.ones(1), np.zeros((1, 2), np.int8)), shape=(8, 128)), ValueError,
+         r"indices of features\['words'\] = .* are int8, which cannot hold 128.*Convert them to int32"),
     ],
     ids=["bcsr", "bool", "complex", "float", "dense", "rows", "empty", "int8"],
-)
+)  # fmt: skip
 def test_what_cannot_be_a_batch_is_refused(x, error, message):
     features, labels = batch(8, 9)
     model = est.transform(Linear())
@@ -389,6 +373,9 @@ def test_what_cannot_be_a_batch_is_refused(x, error, message):
         model.init(KEY, {**features, "words": x}, labels)
     with pytest.raises(error, match=message):
         model.train_step(None, {**features, "words": x}, labels)
+
+
+SMALLEST = [(2, 1, 1), (2, 1, 2), (4, 3, 1), (6, 1, 5), (2, 2, 0)]  # rows, columns, entries
 
 
 @pytest.mark.slow
@@ -406,8 +393,13 @@ def test_stacked_batches_need_their_steps_as_a_batch_dimension():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [None, ["cpu:0"], ["cpu:0", "cpu:1"], ["cpu:0", "cpu:0"]])
-@pytest.mark.parametrize(("rows", "columns", "entries"), [(2, 1, 1), (2, 1, 2), (4, 3, 1), (6, 1, 5), (2, 2, 0)])
+@pytest.mark.parametrize(
+    ("devices", "rows", "columns", "entries"),
+    [
+        *((["cpu:0"] * towers, 4, 3, 1) for towers in (1, 2)),
+        *((devices, *sizes) for devices in (None, ["cpu:0", "cpu:1"]) for sizes in SMALLEST),
+    ],
+)
 def test_the_smallest_batches_have_the_layouts_that_the_docs_name(rows, columns, entries, devices):
     dense = np.zeros((rows, columns), np.float32)
     dense.flat[:entries] = 1 + np.arange(entries)

@@ -6,6 +6,8 @@ import re
 import numpy as np
 import optax
 import pytest
+from testing.estimators import values
+from testing.model_fns import regressing
 from testing.towers import bits
 
 import estimator as est
@@ -89,12 +91,9 @@ def test_an_input_continues_at_any_position(tmp_path, shuffle):
 def test_a_position_of_other_files_is_an_error(tmp_path):
     pattern = write(tmp_path)
     state = make(pattern)().get_state()
-    for other, message in (
-        (make(pattern, shuffle=False)(), "is not one of this input, whose position is now"),
-        (make(str(tmp_path / "part-0"))(), "is not one of this input, whose position is now"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            other.set_state(state)
+    for other in (make(pattern, shuffle=False), make(str(tmp_path / "part-0"))):
+        with pytest.raises(ValueError, match="is not one of this input, whose position is now"):
+            other().set_state(state)
     shorter = make(pattern)()
     shorter.set_state(state | {"offset": 25})
     with pytest.raises(ValueError, match="after record 25 of its epoch, but the files have fewer"):
@@ -160,9 +159,7 @@ def test_errors_while_reading_name_the_file_and_the_byte(tmp_path):
         next(make(str(tmp_path / "nowhere"))())
 
 
-def model_fn(features, labels, mode):
-    loss = est.losses.mean_squared_error(labels, est.layers.dense(features["x"], 1)[:, 0])
-    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adam(0.1)).minimize(loss))
+model_fn = regressing(lambda features: est.layers.dense(features["x"], 1)[:, 0], optax.adam(0.1))
 
 
 @pytest.mark.slow
@@ -175,8 +172,7 @@ def test_a_training_that_stopped_ends_as_one_that_did_not(tmp_path, strategy):
         config = est.RunConfig(str(tmp_path / name), save_checkpoints_steps=1, train_distribute=strategy)
         for max_steps in steps:
             est.Estimator(model_fn, config=config).train(input_fn, max_steps=max_steps)
-        made = est.Estimator(model_fn, config=config)
-        return {name: made.get_variable_value(name) for name in made.get_variable_names()}
+        return values(est.Estimator(model_fn, config=config))
 
     whole, parts = train("whole", 18), train("parts", 5, 11, 18)
     assert whole["global_step"] == 18 and bits(whole) == bits(parts)

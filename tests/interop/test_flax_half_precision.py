@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import make
-from testing.model_fns import minimizing
+from testing.model_fns import minimizing, train_by_hand, train_nnx_by_hand
 from testing.towers import assert_close, regression, replicate
 
 import estimator as est
@@ -77,44 +77,21 @@ def trained(model_fn, state=None):
 
 
 def linen_by_hand(state):
-    """The losses and variables of a loop as in Flax's guides, whose layers have a dtype."""
-    params, stats, optimizer = state.variables["net"], state.variables["net/batch_stats"], optax.sgd(0.1, momentum=0.9)
-    slots = optimizer.init(params)
+    """The losses and variables of a loop whose layers have a dtype."""
 
-    @jax.jit
-    def step(params, stats, slots, x, y):
-        def loss_fn(params):
-            variables = {"params": params, "batch_stats": stats}
-            output, updates = Linen(dtype=HALF).apply(variables, x, True, mutable=["batch_stats"])
-            return jnp.mean((output.astype(jnp.float32) - y) ** 2), updates["batch_stats"]
+    def loss_fn(params, stats, i, x, y):
+        variables = {"params": params, "batch_stats": stats}
+        output, updates = Linen(dtype=HALF).apply(variables, x, True, mutable=["batch_stats"])
+        return jnp.mean((output.astype(jnp.float32) - y) ** 2), updates["batch_stats"]
 
-        (loss, stats_), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, slots = optimizer.update(gradients, slots, params)
-        return optax.apply_updates(params, updates), stats_, slots, loss
-
-    losses = []
-    for x, y in zip(*regression(ROWS), strict=True):
-        params, stats, slots, loss = step(params, stats, slots, x, y)
-        losses.append(loss)
-    return jnp.stack(losses), {"net": params, "net/batch_stats": stats}
+    start = state.variables["net"], state.variables["net/batch_stats"]
+    losses, params, stats = train_by_hand(start[0], loss_fn, regression(ROWS), start[1])
+    return losses, {"net": params, "net/batch_stats": stats}
 
 
 def nnx_by_hand(state):
     model = NNX(own=HALF, rngs=nnx.Rngs(jax.random.fold_in(state.key, name_hash("net"))))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x, y):
-        def loss_fn(model):
-            return jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
-
-        loss, gradients = nnx.value_and_grad(loss_fn)(model)
-        optimizer.update(model, gradients)
-        return loss
-
-    losses = [step(model, optimizer, x, y) for x, y in zip(*regression(ROWS), strict=True)]
-    kinds = {"net": nnx.Param, "net/batch_stats": nnx.BatchStat}
-    return jnp.stack(losses), {name: nnx.to_pure_dict(nnx.state(model, kind)) for name, kind in kinds.items()}
+    return train_nnx_by_hand(model, regression(ROWS))
 
 
 @pytest.mark.slow

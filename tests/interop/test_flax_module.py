@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import make
-from testing.model_fns import predicting
+from testing.model_fns import predicting, regressing, train_by_hand, train_nnx_by_hand, variables_of
 from testing.towers import assert_close, regression, replicate
 
 import estimator as est
@@ -59,16 +59,7 @@ def taken_in(kind, mode, **how):
 
 def model_fn_of(forward, optimizer=lambda: optax.sgd(0.1, momentum=0.9), **how):
     """A regression whose predictions are `forward(mode)(features)`."""
-
-    def model_fn(features, labels, mode):
-        output = forward(mode)(features)
-        if mode == est.ModeKeys.PREDICT:
-            return est.EstimatorSpec(mode, predictions={"output": output})
-        loss = jnp.mean((output - labels) ** 2)
-        train_op = TowerOptimizer(optimizer, **how).minimize(loss)
-        return est.EstimatorSpec(mode, predictions={"output": output}, loss=loss, train_op=train_op)
-
-    return model_fn
+    return lambda features, labels, mode: regressing(forward(mode), optimizer, **how)(features, labels, mode)
 
 
 def net_model_fn(kind, **how):
@@ -81,75 +72,41 @@ def started(model, batches=None, seed=0, **how):
 
 
 def linen_by_hand(state, batches, net):
-    """The losses and the variables of a training loop as in Flax's guides, from the values of `state`."""
-    params, stats, optimizer = state.variables["net"], state.variables["net/batch_stats"], optax.sgd(0.1, momentum=0.9)
-    slots = optimizer.init(params)
+    """The losses and the variables of a training loop from the values of `state`."""
 
-    @jax.jit
-    def step(params, stats, slots, key, x, y):
-        def loss_fn(params):
-            variables = {"params": params, "batch_stats": stats}
-            output, updates = net.apply(variables, x, True, rngs={"dropout": key}, mutable=["batch_stats"])
-            return jnp.mean((output - y) ** 2), updates["batch_stats"]
-
-        (loss, stats_), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        updates, slots = optimizer.update(gradients, slots, params)
-        return optax.apply_updates(params, updates), stats_, slots, loss
-
-    losses = []
-    for i, (x, y) in enumerate(zip(*batches, strict=True)):
+    def loss_fn(params, stats, i, x, y):
         key = jax.random.fold_in(jax.random.fold_in(state.key, i), name_hash("net/dropout"))
-        params, stats, slots, loss = step(params, stats, slots, jax.random.fold_in(key, 1), x, y)
-        losses.append(loss)
-    return jnp.stack(losses), {"net": params, "net/batch_stats": stats}
+        rngs = {"dropout": jax.random.fold_in(key, 1)}
+        variables = {"params": params, "batch_stats": stats}
+        output, updates = net.apply(variables, x, True, rngs=rngs, mutable=["batch_stats"])
+        return jnp.mean((output - y) ** 2), updates["batch_stats"]
+
+    start = state.variables["net"], state.variables["net/batch_stats"]
+    losses, params, stats = train_by_hand(start[0], loss_fn, batches, start[1])
+    return losses, {"net": params, "net/batch_stats": stats}
 
 
 def nnx_by_hand(state, batches):
-    model = NNX(rngs=nnx.Rngs(jax.random.fold_in(state.key, name_hash("net"))))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x, y):
-        loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
-        optimizer.update(model, gradients)
-        return loss
-
-    losses = [step(model, optimizer, x, y) for x, y in zip(*batches, strict=True)]
-    kinds = {"net": nnx.Param, "net/batch_stats": nnx.BatchStat}
-    return jnp.stack(losses), {name: nnx.to_pure_dict(nnx.state(model, kind)) for name, kind in kinds.items()}
+    return train_nnx_by_hand(NNX(rngs=nnx.Rngs(jax.random.fold_in(state.key, name_hash("net")))), batches)
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("11 model_to_estimator")
-def test_training_a_linen_module_equals_a_hand_written_loop():
-    batches = regression(ROWS)
-    model = est.transform(net_model_fn("linen", rate=0.5))
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_training_equals_a_hand_written_loop(kind):
+    batches, how = regression(ROWS), {"rate": 0.5} if kind == "linen" else {}
+    model = est.transform(net_model_fn(kind, **how))
     state = started(model)
     after, spec = model.train_loop(state, batches)
-    losses, variables = linen_by_hand(state, batches, Linen(rate=0.5))
-    assert_close(spec.loss, losses)
-    assert_close(after.variables, variables)
-
-
-@pytest.mark.covers("11 model_to_estimator")
-def test_training_an_nnx_model_equals_a_hand_written_loop():
-    batches = regression(ROWS)
-    model = est.transform(net_model_fn("nnx"))
-    after, spec = model.train_loop(started(model), batches)
-    losses, variables = nnx_by_hand(started(model), batches)
-    assert_close(spec.loss, losses)
-    assert_close(after.variables, variables)
+    by_hand = linen_by_hand(state, batches, Linen(**how)) if kind == "linen" else nnx_by_hand(state, batches)
+    assert_close((spec.loss, after.variables), by_hand)
 
 
 def test_a_linen_module_starts_as_flax_and_get_variable_start_it():
     x = regression(ROWS)[0][0]
     initial = jax.jit(lambda key: Linen().init(key, x, False))
 
-    def model_fn(features, labels, mode):
-        est.get_variable("net", lambda key: initial(key)["params"])
-        return est.EstimatorSpec(mode, predictions=features)
-
-    by_get_variable = started(est.transform(model_fn), mode="infer").variables
+    by_get_variable = variables_of(lambda _: est.get_variable("net", lambda key: initial(key)["params"]), x)
     variables = one_big_batch("linen")[0].variables
     assert_close(variables["net"], by_get_variable["net"], rtol=0, atol=0)
     assert_close(variables["net/batch_stats"], initial(jax.random.key(1))["batch_stats"], rtol=0, atol=0)
@@ -197,7 +154,7 @@ def test_evaluation_uses_the_statistics_of_training(kind):
     mean, var = stats[norm]["mean"], stats[norm]["var"]
     h = (x @ layers[0]["kernel"] - mean) / jnp.sqrt(var + 1e-5)
     h = jnp.tanh(h * params[norm]["scale"] + params[norm]["bias"])
-    want = {"output": (h @ layers[1]["kernel"] + layers[1]["bias"])[:, 0]}
+    want = (h @ layers[1]["kernel"] + layers[1]["bias"])[:, 0]
     assert_close(model.eval_step(state, x, y).predictions, want)
     assert_close(model.predict_step(state, x).predictions, want)
 
@@ -354,12 +311,12 @@ class AutoencoderNNX(nnx.Module):
 
 @pytest.mark.parametrize("module", [Autoencoder(), AutoencoderNNX], ids=KINDS)
 def test_another_method_can_be_called_by_name(module):
-    def model_fn(features, labels, mode):
+    def both(features):
         net = est.flax_module(module, "net")
-        return est.EstimatorSpec(mode, predictions={"whole": net(features), "code": net(features, method="encode")})
+        return {"whole": net(features), "code": net(features, method="encode")}
 
     x = regression(ROWS)[0][0]
-    model = est.transform(model_fn)
+    model = est.transform(predicting(both))
     state = model.init(jax.random.key(0), x, mode="infer")
     down, up = state.variables["net"]["down"], state.variables["net"]["up"]
     code = x @ down["kernel"] + down["bias"]
@@ -382,7 +339,7 @@ def test_a_module_is_in_the_scope_it_was_made_in(kind):
     model = est.transform(model_fn_of(forward))
     state, _ = model.train_loop(started(model), (x, y))
     assert list(state.variables) == ["tower/net", "tower/net/batch_stats"]
-    assert model.predict_step(state, x[0]).predictions["output"].shape == (ROWS,)
+    assert model.predict_step(state, x[0]).predictions.shape == (ROWS,)
 
 
 def test_a_scope_with_reuse_gives_the_same_module_again():
@@ -446,8 +403,7 @@ def test_an_estimator_saves_a_module_by_readable_names_and_resumes_from_it(kind,
     assert names <= set(again.get_variable_names())
     for name in names:
         np.testing.assert_array_equal(again.get_variable_value(name), whole.get_variable_value(name))
-    outputs = [[p["output"] for p in e.predict(lambda: [x[0]])] for e in (whole, again)]
-    np.testing.assert_array_equal(*outputs)
+    np.testing.assert_array_equal(*(list(each.predict(lambda: [x[0]])) for each in (whole, again)))
 
 
 class Stack(nnx.Module):

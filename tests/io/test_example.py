@@ -256,11 +256,8 @@ def test_a_feature_that_is_damaged_names_its_example():
 @pytest.mark.parametrize(
     ("error", "call", "message"),
     [
-        (
-            TypeError,
-            lambda: FixedLenFeature([], np.int32),
-            "FixedLenFeature has a dtype of np.int64, np.float32 or str",
-        ),
+        (TypeError, lambda: FixedLenFeature([], np.int32),
+         "FixedLenFeature has a dtype of np.int64, np.float32 or str"),
         (TypeError, lambda: VarLenFeature(None), "VarLenFeature has a dtype of np.int64, np.float32 or str"),
         (ValueError, lambda: FixedLenFeature([None], str), "shape of FixedLenFeature must be a list of sizes"),
         (ValueError, lambda: FixedLenFeature([2], np.int64, [1, 2, 3]), "must be one value, or have the shape [2]"),
@@ -269,29 +266,17 @@ def test_a_feature_that_is_damaged_names_its_example():
         (TypeError, lambda: est.io.parse_example(["text"], {}), "A serialized example is `bytes`; got 'text'"),
         (TypeError, lambda: est.io.parse_example([], {"x": np.int64}), "needs a FixedLenFeature or VarLenFeature or"),
         (ValueError, lambda: est.io.parse_example([b"\xff"], {}), "Could not parse example input, value: b'\\xff'"),
-        (
-            ValueError,
-            lambda: est.io.parse_example([], {"x": FixedLenSequenceFeature([], str)}),
-            "The FixedLenSequenceFeature 'x' needs allow_missing=True",
-        ),
-        (
-            ValueError,
-            lambda: est.io.parse_example(EXAMPLES, {"id": FixedLenSequenceFeature([2], np.int64, True)}),
-            "Key: id, Index: 0.  Number of int64 values is not a multiple of the size of an element.",
-        ),
-        (
-            ValueError,
-            lambda: est.io.parse_single_sequence_example(b"", None, {"x": FixedLenSequenceFeature([], str)}),
-            "Feature list 'x' is required but could not be found.",
-        ),
+        (ValueError, lambda: est.io.parse_example([], {"x": FixedLenSequenceFeature([], str)}),
+         "The FixedLenSequenceFeature 'x' needs allow_missing=True"),
+        (ValueError, lambda: est.io.parse_example(EXAMPLES, {"id": FixedLenSequenceFeature([2], np.int64, True)}),
+         "Key: id, Index: 0.  Number of int64 values is not a multiple of the size of an element."),
+        (ValueError, lambda: est.io.parse_single_sequence_example(b"", None, {"x": FixedLenSequenceFeature([], str)}),
+         "Feature list 'x' is required but could not be found."),
         (ValueError, lambda: fc.regressor_parse_example_spec(NUMBERS, "price"), "label should not be used as feature"),
-        (
-            ValueError,
-            lambda: fc.make_parse_example_spec([NUMBERS[0], fc.numeric_column("price", shape=2)]),
-            "feature_columns contain different parse_spec for key price",
-        ),
+        (ValueError, lambda: fc.make_parse_example_spec([NUMBERS[0], fc.numeric_column("price", shape=2)]),
+         "feature_columns contain different parse_spec for key price"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_say_what_to_do(error, call, message):
     with pytest.raises(error, match=re.escape(message)):
         call()

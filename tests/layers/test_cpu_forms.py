@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing.model_fns import predicting
+from testing.towers import started
 
 import estimator as est
 from estimator.layers import _cpu_forms
@@ -47,7 +49,6 @@ def test_the_values_and_the_gradient_of_equal_values_are_those_of_xla(spatial, s
 
 
 @pytest.mark.quick
-@pytest.mark.slow
 @pytest.mark.parametrize("data_format", ["channels_first", "channels_last"])
 def test_one_dimension_is_pooled_as_two(data_format):
     x = images((9, 1))
@@ -73,21 +74,16 @@ CONVOLUTIONS = [  # kernel_size, strides, dilation of the depthwise one, padding
 ]
 
 
+NUMBERS = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+
+
 def depthwise_by_xla(x, kernel, strides, dilation, padding):
-    return jax.lax.conv_general_dilated(
-        x,
-        kernel.reshape(*kernel.shape[:2], 1, -1),
-        strides,
-        padding,
-        rhs_dilation=dilation,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=x.shape[-1],
-    )
+    kernel, groups = kernel.reshape(*kernel.shape[:2], 1, -1), {"feature_group_count": x.shape[-1]}
+    return jax.lax.conv_general_dilated(x, kernel, strides, padding, rhs_dilation=dilation, **NUMBERS, **groups)
 
 
 def transposed_by_xla(x, kernel, strides, padding):
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_transpose(x, kernel, strides, padding, dimension_numbers=numbers, transpose_kernel=True)
+    return jax.lax.conv_transpose(x, kernel, strides, padding, transpose_kernel=True, **NUMBERS)
 
 
 def assert_same_with_gradients(ours, theirs, *arguments, tolerance=1e-5):
@@ -100,7 +96,6 @@ def assert_same_with_gradients(ours, theirs, *arguments, tolerance=1e-5):
 
 
 @pytest.mark.quick
-@pytest.mark.slow
 @pytest.mark.parametrize("size, strides, dilation, padding", CONVOLUTIONS)
 def test_a_depthwise_convolution_has_the_numbers_and_gradients_of_xla(size, strides, dilation, padding):
     x = jax.random.normal(jax.random.key(0), (2, 7, 6, 3))
@@ -111,7 +106,6 @@ def test_a_depthwise_convolution_has_the_numbers_and_gradients_of_xla(size, stri
 
 
 @pytest.mark.quick
-@pytest.mark.slow
 @pytest.mark.parametrize("filters, channels", [(1, 5), (4, 2)])  # the added form, the gathered one
 @pytest.mark.parametrize("size, strides, dilation, padding", CONVOLUTIONS)
 def test_a_transposed_convolution_has_the_numbers_and_gradients_of_xla(
@@ -124,7 +118,6 @@ def test_a_transposed_convolution_has_the_numbers_and_gradients_of_xla(
     assert_same_with_gradients(ours, functools.partial(transposed_by_xla, **window), x, kernel)
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("filters, channels", [(1, 5), (4, 2)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -137,7 +130,6 @@ def test_a_transposed_convolution_rounds_half_precision_once(dtype, filters, cha
     np.testing.assert_allclose(half.astype(jnp.float32), full, rtol=jnp.finfo(dtype).eps, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("data_format", ["channels_first", "channels_last"])
 @pytest.mark.parametrize("strides, dtype", [((1, 1), np.float32), ((2, 3), np.float32), ((2, 1), jnp.bfloat16)])
@@ -145,17 +137,12 @@ def test_a_kernel_of_one_place_has_the_numbers_and_gradients_of_xla(strides, dat
     geometry = Geometry.of("conv2d", 2, 1, strides, "same", data_format)
     x = jax.random.normal(jax.random.key(0), (2, 7, 6, 3) if data_format == "channels_last" else (2, 3, 7, 6), dtype)
     kernel = jax.random.normal(jax.random.key(1), (1, 1, 3, 2), dtype)
-    theirs = functools.partial(
-        jax.lax.conv_general_dilated,
-        window_strides=strides,
-        padding="SAME",
-        dimension_numbers=geometry.dimension_numbers,
-    )
+    window = {"window_strides": strides, "padding": "SAME", "dimension_numbers": geometry.dimension_numbers}
+    theirs = functools.partial(jax.lax.conv_general_dilated, **window)
     tolerance = 1e-5 if dtype == np.float32 else 0.02
     assert_same_with_gradients(geometry.convolve, theirs, x, kernel, tolerance=tolerance)
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("shape", [(2, 3, 4), (2, 3, 5, 4), (0, 3, 4)])
 def test_a_product_of_many_dimensions_has_the_numbers_and_gradients_of_xla(shape):
@@ -193,7 +180,6 @@ def upsampled(x):
     return _cpu_forms.convolve_transposed(x, jnp.ones((3, 2, 2, 1)), strides=(2, 2), padding="SAME")
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("ours", [pooled, upsampled])
 def test_batches_of_any_size_can_be_exported(ours):
@@ -204,7 +190,6 @@ def test_batches_of_any_size_can_be_exported(ours):
 
 
 @pytest.mark.quick
-@pytest.mark.slow
 @pytest.mark.parametrize("ours, theirs", [(pooled, pooled_by_xla), (convolved, convolved_by_xla)])
 @pytest.mark.parametrize(
     "derive",
@@ -234,22 +219,23 @@ def pointed(x):
     return geometry.convolve(x, x[:, :2, 0].reshape(1, 1, 2, 2))
 
 
+def texts_of(function, x):
+    """The programs of a CPU and of an accelerator."""
+    traced = jax.jit(function).trace(x)
+    return [traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")]
+
+
 @pytest.mark.parametrize(
     "function, operation",
     [(pooled, "reduce_window"), (convolved, "stablehlo.convolution"), (pointed, "stablehlo.convolution")],
 )
 def test_a_cpu_runs_another_form_and_an_accelerator_the_operation_of_xla(function, operation):
-    traced = jax.jit(function).trace(jnp.ones((1, 5, 4, 2)))
-    texts = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")}
-    assert operation not in texts["cpu"] and operation in texts["cuda"]
+    cpu, cuda = texts_of(function, jnp.ones((1, 5, 4, 2)))
+    assert operation not in cpu and operation in cuda
 
 
 def test_a_gradient_of_layer_norm_is_products_of_matrices_on_a_cpu_alone():
-    def model_fn(features, labels, mode):
-        return est.EstimatorSpec(mode, predictions=est.layers.layer_norm(features))
-
-    model, x = est.transform(model_fn), jnp.ones((3, 4))
-    state = model.init(jax.random.key(0), x, mode="infer")
-    traced = jax.jit(jax.grad(lambda x: model.predict_step(state, x).predictions.sum())).trace(x)
-    texts = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")}
-    assert "dot_general" in texts["cpu"] and "dot_general" not in texts["cuda"]
+    x = jnp.ones((3, 4))
+    model, state = started(predicting(est.layers.layer_norm), x, mode="infer")
+    cpu, cuda = texts_of(jax.grad(lambda x: model.predict_step(state, x).predictions.sum()), x)
+    assert "dot_general" in cpu and "dot_general" not in cuda

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from testing import refused
+from testing.model_fns import variables_of
 
 import estimator as est
 
@@ -33,50 +34,33 @@ def applied(layer, x, mode="infer", state=None):
     return spec.predictions, state
 
 
+OF_FORMATS = {
+    "conv2d": lambda x, **f: est.layers.conv2d(x, 4, np.array([3, 2]), padding="same", **f),
+    "transpose": lambda x, **f: est.layers.conv2d_transpose(x, 4, 3, 2, **f),
+    "separable": lambda x, **f: est.layers.separable_conv2d(x, 4, 3, depth_multiplier=2, **f),
+    "max2d": lambda x, **f: est.layers.max_pooling2d(x, 2, (2, 1), "same", **f),
+    "average2d": lambda x, **f: est.layers.average_pooling2d(x, 3, 2, "SAME", **f),
+    "global average2d": lambda x, **f: est.layers.global_average_pooling2d(x, **f),
+    "global max2d": lambda x, **f: est.layers.global_max_pooling2d(x, **f),
+    "flatten": lambda x, **f: est.layers.flatten(x, **f),
+    "batch norm": lambda x, **f: est.layers.batch_normalization(x, axis=1 if f else -1),
+    "conv1d": lambda x, **f: est.layers.conv1d(x, 4, 3, **f),
+    "max1d": lambda x, **f: est.layers.max_pooling1d(x, 2, 2, **f),
+    "average1d": lambda x, **f: est.layers.average_pooling1d(x, 2, 1, "same", **f),
+    "global average1d": lambda x, **f: est.layers.global_average_pooling1d(x, **f),
+    "global max1d": lambda x, **f: est.layers.global_max_pooling1d(x, **f),
+}
+
+
 @pytest.mark.quick
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda x, **f: est.layers.conv2d(x, 4, np.array([3, 2]), padding="same", **f),
-        lambda x, **f: est.layers.conv2d_transpose(x, 4, 3, 2, **f),
-        lambda x, **f: est.layers.separable_conv2d(x, 4, 3, depth_multiplier=2, **f),
-        lambda x, **f: est.layers.max_pooling2d(x, 2, (2, 1), "same", **f),
-        lambda x, **f: est.layers.average_pooling2d(x, 3, 2, "SAME", **f),
-        lambda x, **f: est.layers.global_average_pooling2d(x, **f),
-        lambda x, **f: est.layers.global_max_pooling2d(x, **f),
-        lambda x, **f: est.layers.flatten(x, **f),
-        lambda x, **f: est.layers.batch_normalization(x, axis=1 if f else -1),
-    ],
-    ids=["conv", "transpose", "separable", "max", "average", "global average", "global max", "flatten", "batch norm"],
-)
-@pytest.mark.parametrize("mode", ["infer", "train"])
-def test_channels_first_gives_the_same_numbers(layer, mode):
-    want, _ = applied(layer, IMAGES, mode)
-    got, _ = applied(lambda x: layer(x, data_format="channels_first"), jnp.moveaxis(IMAGES, -1, 1), mode)
-    np.testing.assert_allclose(jnp.moveaxis(got, 1, -1) if got.ndim == 4 else got, want, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("name, mode", [*((name, "infer") for name in OF_FORMATS), ("batch norm", "train")])
+def test_channels_first_gives_the_same_numbers(name, mode):
+    layer, x = OF_FORMATS[name], IMAGES[:, 0] if name.endswith("1d") else IMAGES
+    want, _ = applied(layer, x, mode)
+    got, _ = applied(lambda x: layer(x, data_format="channels_first"), jnp.moveaxis(x, -1, 1), mode)
+    np.testing.assert_allclose(jnp.moveaxis(got, 1, -1) if got.ndim == x.ndim else got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda x, **f: est.layers.conv1d(x, 4, 3, **f),
-        lambda x, **f: est.layers.max_pooling1d(x, 2, 2, **f),
-        lambda x, **f: est.layers.average_pooling1d(x, 2, 1, "same", **f),
-        lambda x, **f: est.layers.global_average_pooling1d(x, **f),
-        lambda x, **f: est.layers.global_max_pooling1d(x, **f),
-    ],
-)
-def test_channels_first_gives_the_same_numbers_in_one_dimension(layer):
-    x = IMAGES[:, 0]
-    want, _ = applied(layer, x)
-    got, _ = applied(lambda x: layer(x, data_format="channels_first"), jnp.moveaxis(x, -1, 1))
-    np.testing.assert_allclose(jnp.moveaxis(got, 1, -1) if got.ndim == 3 else got, want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "layer",
@@ -126,14 +110,12 @@ def test_dense_compiles_to_the_operations_of_the_same_by_hand():
 @pytest.mark.slow
 def test_dropout_drops_in_training_alone_and_differs_by_call():
     def layer(x):
-        return jnp.stack(
-            [est.layers.dropout(x, 0.25), est.layers.dropout(x, 0.25), est.layers.dropout(x, 0.25, seed=1)]
-        )
+        return [est.layers.dropout(x, 0.25), est.layers.dropout(x, 0.25), est.layers.dropout(x, 0.25, seed=1)]
 
     x = jnp.ones((100, 10))
     for mode in ("eval", "infer"):
         assert (applied(lambda x: est.layers.dropout(x, 0.25), x, mode)[0] == 1).all()
-    first, second, seeded = applied(lambda x: layer(x).swapaxes(0, 1), x, "train")[0].swapaxes(0, 1)
+    first, second, seeded = applied(layer, x, "train")[0]
     assert set(np.unique(first).round(4)) == {0, np.float32(1.3333)}
     assert 0.7 < (first > 0).mean() < 0.8
     assert (first != second).any() and (first != seeded).any() and (second != seeded).any()
@@ -176,14 +158,12 @@ def test_batch_normalization_over_several_axes():
 
 
 def test_variables_of_a_layer_that_is_not_trainable_are_not_trained():
-    def model_fn(features, mode):
-        x = est.layers.dense(features, 2, trainable=False)
-        x = est.layers.batch_normalization(x, trainable=False)
+    def body(x):
+        est.layers.batch_normalization(est.layers.dense(x, 2, trainable=False), trainable=False)
         est.layers.embed(jnp.zeros(2, int), 3, 2, trainable=False)
         assert not est.trainable_variables()
-        return est.EstimatorSpec(mode, predictions=x)
 
-    est.transform(model_fn).init(jax.random.key(0), X, mode="infer")
+    assert len(variables_of(body, X)) == 7
 
 
 def test_embed_has_a_sparse_gradient_unless_the_table_is_regularized():
@@ -237,10 +217,11 @@ def test_the_backward_layer_goes_from_the_end_of_each_sequence(both):
 
 def test_sequences_may_have_the_steps_first_and_start_anywhere():
     (outputs, last), state = applied(lambda x: est.layers.lstm(x, 5), SEQUENCES)
-    turned, _ = applied(
-        lambda x: est.layers.lstm(x.swapaxes(0, 1), 5, time_major=True)[0].swapaxes(0, 1), SEQUENCES, state=state
-    )
-    np.testing.assert_allclose(turned, outputs, rtol=1e-6)
+
+    def turned(x):
+        return est.layers.lstm(x.swapaxes(0, 1), 5, time_major=True)[0].swapaxes(0, 1)
+
+    np.testing.assert_allclose(applied(turned, SEQUENCES, state=state)[0], outputs, rtol=1e-6)
 
     def in_two_parts(x):
         _, middle = est.layers.lstm(x[:, :2], 5)
@@ -286,30 +267,22 @@ REFUSED = {
         (lambda: est.layers.dense(X, 0), "needs a positive integer as `units`; got 0"),
         (lambda: est.layers.dense(X, 2.0), "needs a positive integer as `units`; got 2.0"),
         (lambda: est.layers.dense(X, 2, "swoosh"), "such as `jax.nn.relu`, or one of 'elu', .*got 'swoosh'"),
-        (
-            lambda: est.layers.dense(X, 2, activity_regularizer=jnp.sum),
-            r"does not support `activity_regularizer`; .* write `est.losses.add_loss\(regularizer\(output\)\)`",
-        ),
+        (lambda: est.layers.dense(X, 2, activity_regularizer=jnp.sum),
+         r"does not support `activity_regularizer`; .* write `est.losses.add_loss\(regularizer\(output\)\)`"),
         (lambda: est.layers.dense(X, 2, kernel_constraint=abs), "`kernel_constraint`; .*in the optimizer"),
         (lambda: est.layers.conv2d(X, 2, 3), r"inputs of 4 dimensions, \[batch, height, width, channels\]"),
         (lambda: est.layers.conv2d(IMAGES, 2, (3, 3, 3)), r"or 2 of them as `kernel_size`; got \(3, 3, 3\)"),
         (lambda: est.layers.conv2d(IMAGES, 2, 3, 0), "needs positive integers as `strides`; got 0"),
         (lambda: est.layers.conv2d(IMAGES, 2, 3, padding="full"), "'valid' or 'same' as `padding`; got 'fu"),
         (lambda: est.layers.conv2d(IMAGES, 2, 3, data_format="NCHW"), "'channels_first' as `data_format`;"),
-        (
-            lambda: est.layers.conv2d(IMAGES, 2, 3, 2, dilation_rate=2),
-            r"strides=\(2, 2\) and dilation_rate=\(2, 2\), which do not go together",
-        ),
+        (lambda: est.layers.conv2d(IMAGES, 2, 3, 2, dilation_rate=2),
+         r"strides=\(2, 2\) and dilation_rate=\(2, 2\), which do not go together"),
         (lambda: est.layers.max_pooling2d(IMAGES, "a", 2), "as `pool_size`; got 'a'"),
-        (
-            lambda: est.layers.conv2d(IMAGES, 2, 6),
-            r"conv2d` got kernel_size=\(6, 6\), which is larger than the inputs, of shape \(2, 6, 5, 3\)\. Write `pad",
-        ),
+        (lambda: est.layers.conv2d(IMAGES, 2, 6),
+         r"conv2d` got kernel_size=\(6, 6\), which is larger than the inputs, of shape \(2, 6, 5, 3\)\. Write `pad"),
         (lambda: est.layers.separable_conv2d(IMAGES, 2, 3, dilation_rate=3), r"separable_conv2d` got kernel_size=\(3"),
-        (
-            lambda: est.layers.max_pooling2d(IMAGES, (2, 6), 1),
-            r"`est.layers.max_pooling2d` got pool_size=\(2, 6\), whi",
-        ),
+        (lambda: est.layers.max_pooling2d(IMAGES, (2, 6), 1),
+         r"`est.layers.max_pooling2d` got pool_size=\(2, 6\), whi"),
         (lambda: est.layers.average_pooling1d(SEQUENCES, 9, 1), "`est.layers.average_pooling1d` got pool_size=9, whi"),
         (lambda: est.layers.dropout(X, 1.5), "a rate of at least 0 and less than 1; got 1.5"),
         (lambda: est.layers.dropout(X, noise_shape=(2, 3), training=True), r"noise_shape=\(2, 3\) for inpu"),
@@ -318,17 +291,13 @@ REFUSED = {
         (lambda: est.layers.layer_norm(X, begin_norm_axis=5), "as `begin_norm_axis`, from -2 to 1; got 5"),
         (lambda: est.layers.lstm(X, 3), r"inputs of 3 dimensions, \[batch, steps, channels\]"),
         (lambda: est.layers.lstm(SEQUENCES, 3, [1, 2]), r"for each of the 3 examples; got shape \(2,\)"),
-        (
-            lambda: est.layers.gru(SEQUENCES, 3, initial_state=jnp.ones(3)),
-            r"needs an `initial_state` of shape \(3, 3\); got \(3,\)",
-        ),
+        (lambda: est.layers.gru(SEQUENCES, 3, initial_state=jnp.ones(3)),
+         r"needs an `initial_state` of shape \(3, 3\); got \(3,\)"),
     ],
     TypeError: [
         (lambda: est.layers.dense(X.astype(int), 2), r"needs floating inputs; got int32\[4, 3\]. Write `inp"),
-        (
-            lambda: est.layers.dense(X, 2, kernel_regularizer=0.1),
-            r"needs a regularizer that is a function of the value, such as `est.regularizers.l2\(1e-4\)`; got 0.1",
-        ),
+        (lambda: est.layers.dense(X, 2, kernel_regularizer=0.1),
+         r"needs a regularizer that is a function of the value, such as `est.regularizers.l2\(1e-4\)`; got 0.1"),
         (lambda: est.layers.dropout(X, "a"), "needs a number as `rate`; got 'a'"),
         (lambda: est.layers.dropout(X, training="yes"), "needs True or False as `training`; got 'yes'. Leave"),
         (lambda: est.layers.embed(X, 3, 2), "needs integer ids"),
@@ -339,10 +308,9 @@ REFUSED = {
         (lambda: est.layers.fully_connected, "here it is `est.layers.dense"),
         (lambda: est.layers.dnese, "has no attribute 'dnese'; it has AveragePooling1D, AveragePooling2D"),
     ],
-}
+}  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("error, layer, message", refused.rows(REFUSED))
 def test_wrong_arguments_are_errors(layer, error, message):

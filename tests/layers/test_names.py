@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from testing import refused
+from testing.model_fns import predicting, variables_of
 from testing.towers import replicate, started
 
 import estimator as est
@@ -58,14 +59,9 @@ def test_names_are_the_same_in_every_run_of_the_model_fn(towers, params):
     assert len(seen) >= 4 and all(names == NETWORK for names in seen)
 
 
-def names_of(body, mode="infer"):
-    """The variables that a model_fn gets."""
-
-    def model_fn(features, mode):
-        body(features)
-        return est.EstimatorSpec(mode, predictions=features, loss=jnp.float32(0), train_op=est.group())
-
-    return sorted(est.transform(model_fn).init(jax.random.key(0), X, mode=mode).variables)
+def names_of(body):
+    """The names of the variables that a model_fn gets."""
+    return sorted(variables_of(body, X))
 
 
 def kernels(body):
@@ -89,9 +85,14 @@ def test_a_scope_opened_again_counts_from_the_beginning_as_in_tensorflow():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layer, variables", [("lstm", 2), ("gru", 4), ("bidirectional_lstm", 4), ("bidirectional_gru", 8)]
+    "layer, variables, reuses",
+    [
+        *(("lstm", 2, reuses) for reuses in ("at once", "later", "by the layer")),
+        *(("gru", 4, reuses) for reuses in ("at once", "by the layer")),
+        *(("bidirectional_lstm", 4, reuses) for reuses in ("at once", "by the layer")),
+        *(("bidirectional_gru", 8, reuses) for reuses in ("at once", "by the layer")),
+    ],
 )
-@pytest.mark.parametrize("reuses", ["at once", "later", "by the layer"])
 def test_recurrent_layers_share_variables_where_the_scope_reuses_them_as_in_tensorflow(layer, variables, reuses):
     def model_fn(features):
         call = functools.partial(getattr(est.layers, layer), features[:, None], 4)
@@ -168,17 +169,9 @@ def test_getters_of_scopes_see_every_variable_the_inner_one_first():
         ones = jax.nn.initializers.ones
         with est.variable_scope("a", custom_getter=getter("outer", 2.0), initializer=ones):
             with est.variable_scope("b", custom_getter=getter("inner", 3.0)):
-                np_ones = est.layers.dense(x, 1, use_bias=False)
-        assert np_ones.shape == (8, 1)
-        values.append(np_ones)
+                return est.layers.dense(x, 1, use_bias=False)
 
-    values = []
-
-    def model_fn(features, mode):
-        body(features)
-        return est.EstimatorSpec(mode, predictions=values[-1])
-
-    model, state = started(model_fn, X, mode="infer")
+    model, state = started(predicting(body), X, mode="infer")
     assert (model.predict_step(state, X).predictions == 18).all()  # 3 inputs of 1, times 2 times 3
     assert calls[:2] == [("inner", "a/b/dense/kernel"), ("outer", "a/b/dense/kernel")]
     assert (state.variables["a/b/dense/kernel"] == 1).all()
@@ -204,26 +197,14 @@ def test_other_default_names():
             est.layers.lstm(sequence, 2, cell_name="lstm_cell")
         est.layers.bidirectional_gru(sequence, 2)
 
-    names = names_of(body)
-    assert [name for name in names if name.startswith(("Layer", "batch", "Embed"))] == [
-        "EmbedSequence/embeddings",
-        "EmbedSequence_1/embeddings",
-        "LayerNorm/beta",
-        "LayerNorm/gamma",
-        "LayerNorm_1/beta",
-        "LayerNorm_1/gamma",
-        "batch_normalization/moving_mean",
-        "batch_normalization/moving_variance",
-        "batch_normalization_1/moving_mean",
-        "batch_normalization_1/moving_variance",
+    names, moments = names_of(body), ("moving_mean", "moving_variance")
+    own = {"EmbedSequence": ("embeddings",), "LayerNorm": ("beta", "gamma"), "batch_normalization": moments}
+    assert [name for name in names if name.startswith(tuple(own))] == [
+        f"{layer}{number}/{part}" for layer, parts in own.items() for number in ("", "_1") for part in parts
     ]
     assert [name for name in names if name.endswith("kernel")] == [
-        "bidirectional_rnn/bw/gru_cell/candidate/kernel",
-        "bidirectional_rnn/bw/gru_cell/gates/kernel",
-        "bidirectional_rnn/fw/gru_cell/candidate/kernel",
-        "bidirectional_rnn/fw/gru_cell/gates/kernel",
-        "rnn/lstm_cell/kernel",
-        "rnn_1/lstm_cell/kernel",
+        *(f"bidirectional_rnn/{way}/gru_cell/{part}/kernel" for way in ("bw", "fw") for part in ("candidate", "gates")),
+        *(f"rnn{number}/lstm_cell/kernel" for number in ("", "_1")),
     ]
 
 

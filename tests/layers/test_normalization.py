@@ -4,16 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing.model_fns import predicting
+from testing.towers import predict
 
 import estimator as est
 
 
 def by_layer(x):
-    def model_fn(features, labels, mode):
-        return est.EstimatorSpec(mode, predictions=est.layers.layer_norm(features))
-
-    model = est.transform(model_fn)
-    return model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions
+    return predict(predicting(est.layers.layer_norm), x).predictions
 
 
 def by_hand(x):
@@ -21,7 +19,6 @@ def by_hand(x):
     return (x - mean) / jnp.sqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "derive",

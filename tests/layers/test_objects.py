@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from testing import refused
+from testing.model_fns import predicting, variables_of
 from testing.towers import predict, started
 
 import estimator as est
@@ -30,7 +31,6 @@ CLASSES = {
 
 
 @pytest.mark.quick
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_an_object_is_its_function_in_names_and_numbers(name):
     x, *arguments = CLASSES[name]
@@ -60,12 +60,8 @@ def test_an_object_is_its_function_in_names_and_numbers(name):
 
 
 def names_of(body):
-    def model_fn(features, mode):
-        body(features)
-        return est.EstimatorSpec(mode, predictions=features)
-
-    state = est.transform(model_fn).init(jax.random.key(0), SEQUENCES[:, 0], mode="infer")
-    return [name.removesuffix("/kernel") for name in state.variables if name.endswith("kernel")]
+    names = variables_of(body, SEQUENCES[:, 0])
+    return [name.removesuffix("/kernel") for name in names if name.endswith("kernel")]
 
 
 def test_names_go_by_the_first_use_as_in_tensorflow():
@@ -85,16 +81,13 @@ def test_names_go_by_the_first_use_as_in_tensorflow():
 def run_twice(cells, by_functions):
     """Two layers with dropout between them, and the same by functions."""
 
-    def model_fn(features, labels, mode):
-        outputs, states = est.layers.dynamic_rnn(est.layers.MultiRNNCell(cells()), features, LENGTHS)
-        return est.EstimatorSpec(mode, predictions=(outputs, *states))
+    def by_cells(x):
+        outputs, states = est.layers.dynamic_rnn(est.layers.MultiRNNCell(cells()), x, LENGTHS)
+        return outputs, *states
 
-    def functions_fn(features, labels, mode):
-        return est.EstimatorSpec(mode, predictions=by_functions(features))
-
-    model, state = started(model_fn, SEQUENCES, mode="infer")
+    model, state = started(predicting(by_cells), SEQUENCES, mode="infer")
     flat = {"/".join(p for p in name.split("/") if p != "multi_rnn_cell"): v for name, v in state.variables.items()}
-    other = est.transform(functions_fn)
+    other = est.transform(predicting(by_functions))
     like = other.abstract_init(SEQUENCES, mode="infer")
     assert flat.keys() == like.variables.keys()
     got = model.predict_step(state, SEQUENCES).predictions
@@ -171,45 +164,37 @@ def test_dropout_of_a_cell_in_a_loop_of_your_own_is_an_error():
 
 REFUSED = {
     TypeError: [
-        (
-            lambda: est.layers.Dense(3, nmae="x"),
-            "Dense` got an unexpected keyword argument 'nmae'; it has the arguments units, acti",
-        ),
+        (lambda: est.layers.Dense(3, nmae="x"),
+         "Dense` got an unexpected keyword argument 'nmae'; it has the arguments units, acti"),
         (lambda: est.layers.Conv2D(3), "missing a required argument: 'kernel_size'"),
         (lambda: est.layers.Dense(3, name=""), "`est.layers.Dense` needs a name that is a string, or none; got ''"),
         (lambda: est.layers.Dense(3)(SEQUENCES, training=True), "is called with its inputs; got 'training' too. Other"),
         (lambda: est.layers.Dropout()(SEQUENCES, rate=1), "its inputs and `training`; got 'rate' too"),
-        (
-            lambda: est.layers.MultiRNNCell([64, 64]),
-            r"needs cells, such as `est.layers.GRUCell\(64\)`; got 64. A class",
-        ),
+        (lambda: est.layers.MultiRNNCell([64, 64]),
+         r"needs cells, such as `est.layers.GRUCell\(64\)`; got 64. A class"),
         (lambda: est.layers.MultiRNNCell([]), "`est.layers.MultiRNNCell` needs cells"),
-        (
-            lambda: est.layers.dynamic_rnn(SEQUENCES, est.layers.GRUCell(3)),
-            "`est.layers.dynamic_rnn` needs cells, such",
-        ),
+        (lambda: est.layers.dynamic_rnn(SEQUENCES, est.layers.GRUCell(3)),
+         "`est.layers.dynamic_rnn` needs cells, such"),
     ],
     ValueError: [
         (lambda: est.layers.Dense(0)(SEQUENCES), "`est.layers.dense` needs a positive integer as `units`; got 0"),
         (lambda: est.layers.GRUCell(0), "`est.layers.GRUCell` needs a positive integer as `num_units`; got 0"),
         (lambda: est.layers.LSTMCell(3, num_proj=2), "`est.layers.LSTMCell` does not support `num_proj`; got 2"),
         (lambda: est.layers.BasicLSTMCell(3, state_is_tuple=False), "does not support `state_is_tuple`; got 'False'"),
-        (
-            lambda: est.layers.MultiRNNCell([est.layers.GRUCell(3)] * 2)(SEQUENCES[:, 0], (jnp.ones((2, 3)),)),
-            r"of 2 cells needs a tuple of as many states; got \(\(2, 3\),\)",
-        ),
+        (lambda: est.layers.MultiRNNCell([est.layers.GRUCell(3)] * 2)(SEQUENCES[:, 0], (jnp.ones((2, 3)),)),
+         r"of 2 cells needs a tuple of as many states; got \(\(2, 3\),\)"),
     ],
     NotImplementedError: [
         (lambda: est.layers.dynamic_rnn(est.layers.RNNCell(), SEQUENCES), r"RNNCell defines no `zero_state\(batch_siz"),
         (lambda: est.layers.RNNCell()(SEQUENCES[:, 0], ()), r"RNNCell defines no `call\(inputs, state\)`"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))
 def test_wrong_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
-        predict(lambda features, mode: est.EstimatorSpec(mode, predictions=call()), jnp.ones(3))
+        predict(predicting(lambda x: call()), jnp.ones(3))
 
 
 def test_a_layer_works_in_a_model_fn_alone():

@@ -34,6 +34,8 @@ def apply(layers, x):
 def model_fn(features, labels, mode, params):
     case = params["case"]
     output = apply(case["layers"], features)
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions=output)
     loss = jnp.mean(output * array(case["loss_weights"]))
     train_op = est.Optimizer(optax.sgd(case["learning_rate"])).minimize(loss)
     return est.EstimatorSpec(mode, predictions=output, loss=loss, train_op=train_op)
@@ -56,38 +58,24 @@ def model_of(case):
 
 
 @pytest.mark.quick
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in RECURRENT])
 def test_names_training_and_evaluation_match_tensorflow(name):
     case = CASES[name]
     model, state = model_of(case)
     assert sorted(model.info(array(case["inputs"][0])).trainable) == sorted(case["trainable"])
-    before = jax.device_get(state.variables)
     for step, (x, loss) in enumerate(zip(case["inputs"], case["losses"], strict=True)):
         state, spec = model.train_step(state, array(x))
         assert_close(spec.loss, loss, f"loss of step {step}")
         if step == 0:
             assert_close(spec.predictions, case["output_train"], "output")
-            for variable, gradient in case["gradients"].items():
-                moved = (before[variable] - state.variables[variable]) / case["learning_rate"]
-                np.testing.assert_allclose(moved, array(gradient), rtol=1e-4, atol=1e-5, err_msg=variable)
     for variable, value in case["variables_after"].items():
         assert_close(state.variables[variable], value, variable)
-    assert_close(
-        model.eval_step(state, array(case["inputs"][0])).loss,
-        np.mean(array(case["output_eval_after"]) * array(case["loss_weights"])),
-        "evaluation",
-    )
-    predicted = est.transform(output_fn, params={"case": case}).predict_step(state, array(case["inputs"][0]))
-    assert_close(predicted.predictions, case["output_eval_after"], "evaluation")
-
-
-def output_fn(features, labels, mode, params):
-    return est.EstimatorSpec(mode, predictions=apply(params["case"]["layers"], features))
+    evaluated, wanted = model.eval_step(state, array(case["inputs"][0])), array(case["output_eval_after"])
+    assert_close(evaluated.loss, np.mean(wanted * array(case["loss_weights"])), "evaluation")
+    assert_close(model.predict_step(state, array(case["inputs"][0])).predictions, wanted, "prediction")
 
 
 @pytest.mark.quick
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in RECURRENT])
 def test_gradients_match_tensorflow(name):
     case = CASES[name]
@@ -110,7 +98,6 @@ def test_gradients_match_tensorflow(name):
         assert_close(value, case["gradients"][variable], variable)
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("name", RECURRENT)
 def test_sequences_match_tensorflow(name):

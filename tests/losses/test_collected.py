@@ -41,27 +41,16 @@ def test_losses_and_regularizers_of_a_run_are_collected_by_scope():
             est.losses.compute_weighted_loss(jnp.ones(3), reduction="weighted_sum")  # 3
         est.get_variable("free", (4,))
         losses = est.losses
-        return jnp.stack(
-            [
-                losses.get_regularization_loss(),
-                losses.get_regularization_loss("a/v"),
-                losses.get_regularization_loss("b"),
-                sum(losses.get_losses()),
-                sum(losses.get_losses("a$")),
-                losses.get_total_loss(),
-                losses.get_total_loss(False, "total_loss"),
-                losses.get_total_loss(scope="ab"),
-            ]
-        )
+        regularization = [losses.get_regularization_loss(*scope) for scope in ([], ["a/v"], ["b"])]
+        totals = [losses.get_total_loss(*args) for args in ([], [False, "total_loss"], [True, "total_loss", "ab"])]
+        return jnp.stack([*regularization, sum(losses.get_losses()), sum(losses.get_losses("a$")), *totals])
 
     np.testing.assert_allclose(run(body), [6, 4, 0, 14, 1, 20, 14, 13])
 
 
 def test_nothing_collected_is_a_loss_of_zero():
-    assert run(lambda: jnp.stack([est.losses.get_total_loss(), est.losses.get_regularization_loss()])).tolist() == [
-        0,
-        0,
-    ]
+    both = run(lambda: jnp.stack([est.losses.get_total_loss(), est.losses.get_regularization_loss()]))
+    assert both.tolist() == [0, 0]
 
 
 def test_a_loss_within_a_loop_is_not_collected():

@@ -11,38 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing.metrics import THRESHOLDS, all_metrics
 
 import estimator as est
 from estimator import metrics
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "replicate_model_fn_tf112.json"
 CASES = json.loads(GOLDEN.read_text())["eval"]
-THRESHOLDS = [0.3, 0.5, 0.7]
-
-
-def all_metrics(y, classes, logits, yb, p, weight=None):
-    """Every metric; y, classes, weight [B], logits [B, C], yb and p [B, 1]."""
-    rounded = jnp.round(p)
-    return {
-        "accuracy": metrics.accuracy(y, classes, weight),
-        "per_class": metrics.mean_per_class_accuracy(y, classes, logits.shape[-1], weight),
-        "mean_iou": metrics.mean_iou(y, classes, logits.shape[-1], weight),
-        "top2": metrics.recall_at_k(y, logits, 2, weights=weight),
-        "mean_p": metrics.mean(p, weight),
-        "mse": metrics.mean_squared_error(yb, p, weight),
-        "rmse": metrics.root_mean_squared_error(yb, p, weight),
-        "mae": metrics.mean_absolute_error(yb, p, weight),
-        "auc": metrics.auc(yb, p, weight),
-        "auc_pr": metrics.auc(yb, p, weight, curve="PR", summation_method="careful_interpolation"),
-        "precision": metrics.precision(yb, rounded, weight),
-        "recall": metrics.recall(yb, rounded, weight),
-        "tp": metrics.true_positives(yb, rounded, weight),
-        "fp": metrics.false_positives(yb, rounded, weight),
-        "tn": metrics.true_negatives(yb, rounded, weight),
-        "fn": metrics.false_negatives(yb, rounded, weight),
-        "precision_at": metrics.precision_at_thresholds(yb, p, THRESHOLDS, weight),
-        "recall_at": metrics.recall_at_thresholds(yb, p, THRESHOLDS, weight),
-    }
 
 
 @jax.jit

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.experimental import sparse
 from testing import refused
+from testing.model_fns import variables_of
 
 import estimator as est
 import replicate
@@ -119,6 +120,10 @@ def test_of_zeros_whatever_their_sign_the_first_is_in_the_top_k():
     assert gradient.tolist() == [0, 1, 2]
 
 
+def match(*args):
+    assert_towers_match_one_batch(*args, towers=(2,), replicate=replicate.replicate_model_fn)
+
+
 def tagger(features, labels, mode):
     logits = est.layers.dense(features["x"], 3)
     lengths = features["length"]
@@ -139,9 +144,7 @@ def tagger(features, labels, mode):
 def test_sequences_on_towers_are_those_of_one_batch():
     lengths = np.array([1, 4, 4, 4, 2, 4, 1, 1])
     features = {"x": RNG.normal(size=(8, 4, 5)).astype(np.float32), "length": lengths}
-    assert_towers_match_one_batch(
-        tagger, features, RNG.integers(0, 3, (8, 4)), towers=(2,), replicate=replicate.replicate_model_fn
-    )
+    match(tagger, features, RNG.integers(0, 3, (8, 4)))
 
 
 LABELS = np.array([[0, 1, -1], [2, 2, 1], [1, -1, -1], [3, 0, 2], [-1, -1, -1], [0, 0, 0], [1, 2, 3], [3, -1, -1]])
@@ -166,9 +169,7 @@ def ctc_and_samples(features, labels, mode):
 @pytest.mark.slow
 def test_losses_of_labels_without_places_and_of_samples_on_towers_are_those_of_one_batch():
     features = {"x": RNG.normal(size=(8, 6, 5)).astype(np.float32), "steps": STEPS, "expected": EXPECTED}
-    assert_towers_match_one_batch(
-        ctc_and_samples, features, LABELS, towers=(2,), replicate=replicate.replicate_model_fn
-    )
+    match(ctc_and_samples, features, LABELS)
 
 
 @pytest.mark.slow
@@ -287,9 +288,8 @@ def test_ctc_takes_sparse_labels_and_nothing_behind_an_end_and_has_finite_gradie
     at = np.argwhere(LABELS >= 0)
     at, values = np.concatenate([at, [[8, 3]]]), np.append(LABELS[LABELS >= 0], 7)  # with padding of its entries
     np.testing.assert_array_equal(loss(logits, sparse.BCOO((values, at), shape=LABELS.shape)), want)
-    np.testing.assert_array_equal(
-        loss(logits, np.roll(LABELS, 1, 1))[jnp.array([0, 2, 4, 7])], want[jnp.array([0, 2, 4, 7])]
-    )
+    rows = jnp.array([0, 2, 4, 7])
+    np.testing.assert_array_equal(loss(logits, np.roll(LABELS, 1, 1))[rows], want[rows])
 
 
 def test_rows_whose_labels_do_not_fit_or_are_no_classes_have_a_ctc_loss_of_nan():
@@ -302,18 +302,13 @@ def test_rows_whose_labels_do_not_fit_or_are_no_classes_have_a_ctc_loss_of_nan()
 @pytest.mark.slow
 def test_a_ctc_loss_of_thousands_of_improbable_steps_is_exact():
     logits = jnp.zeros((3000, 1, 3)).at[:, :, 0].set(100)  # and neither the label 1 nor the blank
-    assert est.nn.ctc_loss(jnp.array([[1]]), logits, [3000])[0] == pytest.approx(
-        3e5 - np.log(3000 * 3001 / 2), rel=2e-5
-    )
+    want = 3e5 - np.log(3000 * 3001 / 2)
+    assert est.nn.ctc_loss(jnp.array([[1]]), logits, [3000])[0] == pytest.approx(want, rel=2e-5)
 
 
 def test_transitions_that_are_not_given_are_a_variable():
-    def model_fn(features):
-        likelihood, transitions = est.nn.crf_log_likelihood(features, jnp.zeros((2, 4), int), LENGTHS)
-        return est.EstimatorSpec("infer", predictions=likelihood)
-
-    state = est.transform(model_fn).init(jax.random.key(0), SCORES, mode="infer")
-    assert {name: value.shape for name, value in state.variables.items()} == {"transitions": (3, 3)}
+    variables = variables_of(lambda x: est.nn.crf_log_likelihood(x, jnp.zeros((2, 4), int), LENGTHS), SCORES)
+    assert {name: value.shape for name, value in variables.items()} == {"transitions": (3, 3)}
 
 
 def test_no_gradient_flows_to_labels_but_by_v2():
@@ -373,90 +368,56 @@ X, Y = jnp.ones((2, 3)), jnp.ones((2, 1), int)
 SAMPLES = (jnp.arange(2), jnp.ones((2, 1)), jnp.ones(2))
 REFUSED = {
     ValueError: [
-        (
-            lambda: est.nn.sigmoid_cross_entropy_with_logits(X, X),
-            r"arguments: write `sigmoid.*\(labels=\.\.\., logits=",
-        ),
+        (lambda: est.nn.sigmoid_cross_entropy_with_logits(X, X),
+         r"arguments: write `sigmoid.*\(labels=\.\.\., logits="),
         (lambda: est.nn.sparse_softmax_cross_entropy_with_logits(logits=X), "takes named arguments"),
-        (
-            lambda: est.nn.softmax_cross_entropy_with_logits(labels=X[:1], logits=X),
-            "`est.nn.softmax.* got labels of sh",
-        ),
-        (
-            lambda: est.nn.sparse_softmax_cross_entropy_with_logits(labels=jnp.ones((2, 1), int), logits=X),
-            r"shape \(2,\)",
-        ),
-        (
-            lambda: est.nn.conv1d(X[None], jnp.ones((1, 2, 4)), 1, "SAME"),
-            r"`est.nn.conv1d` needs an input of shape \[N, W, C\] and a kernel of shape \[W, C, outputs\] with the "
-            r"same C; got shapes \(1, 2, 3\) and \(1, 2, 4\)",
-        ),
+        (lambda: est.nn.softmax_cross_entropy_with_logits(labels=X[:1], logits=X),
+         "`est.nn.softmax.* got labels of sh"),
+        (lambda: est.nn.sparse_softmax_cross_entropy_with_logits(labels=jnp.ones((2, 1), int), logits=X),
+         r"shape \(2,\)"),
+        (lambda: est.nn.conv1d(X[None], jnp.ones((1, 2, 4)), 1, "SAME"),
+         r"`est.nn.conv1d` needs an input of shape \[N, W, C\] and a kernel of shape \[W, C, outputs\] with the "
+         r"same C; got shapes \(1, 2, 3\) and \(1, 2, 4\)"),
         (lambda: est.nn.conv1d(X[None], X[None], 1, "same"), "needs 'SAME' or 'VALID' as `padding`; got 'same'"),
         (lambda: est.nn.conv1d(X[None], X[None], 1, "SAME", None, "NXC"), "needs NWC or NCW as `data_format`; got 'NX"),
-        (
-            lambda: est.nn.conv2d(X[None, None], X.T[None, None], [2, 1, 1, 1], "SAME"),
-            r"a positive integer as `strides`, or 2, or one for each letter of NHWC, 1 for N and C; got \[2, 1, 1, 1\]",
-        ),
-        (
-            lambda: est.nn.conv2d(X[None, None], X.T[None, None], 0.5, "SAME"),
-            "positive integer as `strides`.*; got 0.5",
-        ),
+        (lambda: est.nn.conv2d(X[None, None], X.T[None, None], [2, 1, 1, 1], "SAME"),
+         r"a positive integer as `strides`, or 2, or one for each letter of NHWC, 1 for N and C; got \[2, 1, 1, 1\]"),
+        (lambda: est.nn.conv2d(X[None, None], X.T[None, None], 0.5, "SAME"),
+         "positive integer as `strides`.*; got 0.5"),
         (lambda: est.nn.lrn(X), r"channels\]; got shape \(2, 3\)"),
         (lambda: est.image.resize_bilinear(X, (2, 2)), r"channels\]; got shape \(2, 3\). Write `images\[None\]`"),
         (lambda: est.image.resize_nearest_neighbor(X[None, None], 3), "two positive integers as `size`; got 3"),
         (lambda: est.nn.ctc_loss(Y, X[None], Y[0], ctc_merge_repeated=False), "needs `ctc_merge_repeated=True`"),
-        (
-            lambda: est.nn.ctc_loss(Y, X[None], Y[0]),
-            r"inputs of shape \[steps, batch, classes \+ 1\] .*; got shapes \(2, 1\), \(1, 2, 3\) and \(1,\)\. `time_",
-        ),
-        (
-            lambda: est.nn.nce_loss([X, X], X[0], Y, X, 2, 3, 1, SAMPLES),
-            "as one array each, with a row .* 3 classes; got 2 parts",
-        ),
+        (lambda: est.nn.ctc_loss(Y, X[None], Y[0]),
+         r"inputs of shape \[steps, batch, classes \+ 1\] .*; got shapes \(2, 1\), \(1, 2, 3\) and \(1,\)\. `time_"),
+        (lambda: est.nn.nce_loss([X, X], X[0], Y, X, 2, 3, 1, SAMPLES),
+         "as one array each, with a row .* 3 classes; got 2 parts"),
         (lambda: est.nn.nce_loss(X, X[0], Y, X, 2, 3, 1, SAMPLES), r"row for each of 3 classes; got shape \(2, 3\)"),
-        (
-            lambda: est.nn.nce_loss(X.T, X[0], Y, X, 2, 3, 1, SAMPLES),
-            r"inputs of shape \(2, 3\) .*rows of shape \(2,\)",
-        ),
-        (
-            lambda: est.nn.nce_loss(X, X[0], Y[:, 0], X, 2, 2),
-            r"num_true=1; got shape \(2,\). Write `labels\[:, None\]`",
-        ),
-        (
-            lambda: est.nn.log_uniform_candidate_sampler(Y, 1, 3, True, 2),
-            "many classes as distinct samples; got num_sampled=3, range_max=2 and unique=True",
-        ),
+        (lambda: est.nn.nce_loss(X.T, X[0], Y, X, 2, 3, 1, SAMPLES),
+         r"inputs of shape \(2, 3\) .*rows of shape \(2,\)"),
+        (lambda: est.nn.nce_loss(X, X[0], Y[:, 0], X, 2, 2),
+         r"num_true=1; got shape \(2,\). Write `labels\[:, None\]`"),
+        (lambda: est.nn.log_uniform_candidate_sampler(Y, 1, 3, True, 2),
+         "many classes as distinct samples; got num_sampled=3, range_max=2 and unique=True"),
         (lambda: est.nn.in_top_k(X, jnp.ones((2, 1), int), 1), r"got shapes \(2, 3\) and \(2, 1\)"),
         (lambda: jax.jit(est.nn.sequence_mask)(jnp.ones(2, int)), r"needs `maxlen` here.*`maxlen=x.shape\[1\]`"),
         (lambda: est.nn.sequence_loss(X, X, X), r"logits of shape \[batch, steps, classes\], .* got shapes \(2, 3\)"),
         (lambda: est.nn.crf_decode(X, X, X), r"scores of shape \[batch, steps, tags\]"),
-        (
-            lambda: est.nn.crf_log_likelihood(X[None], jnp.ones((2, 3), int), jnp.ones(1, int), X),
-            r"needs tags of shape \(1, 2\)",
-        ),
-        (
-            lambda: est.nn.crf_log_likelihood(X[None], jnp.ones((1, 2), int), jnp.ones(1, int), jnp.ones((4, 4))),
-            r"`est.nn.crf_log_likelihood` needs transitions of shape \(3, 3\) for scores of shape \(1, 2, 3\); got sh",
-        ),
-        (
-            lambda: est.nn.crf_decode(X[None], jnp.ones((1, 1)), jnp.ones(1, int)),
-            r"`est.nn.crf_decode` needs transitions of shape \(3, 3\)",
-        ),
+        (lambda: est.nn.crf_log_likelihood(X[None], jnp.ones((2, 3), int), jnp.ones(1, int), X),
+         r"needs tags of shape \(1, 2\)"),
+        (lambda: est.nn.crf_log_likelihood(X[None], jnp.ones((1, 2), int), jnp.ones(1, int), jnp.ones((4, 4))),
+         r"`est.nn.crf_log_likelihood` needs transitions of shape \(3, 3\) for scores of shape \(1, 2, 3\); got sh"),
+        (lambda: est.nn.crf_decode(X[None], jnp.ones((1, 1)), jnp.ones(1, int)),
+         r"`est.nn.crf_decode` needs transitions of shape \(3, 3\)"),
     ],
     TypeError: [
-        (
-            lambda: est.nn.sparse_softmax_cross_entropy_with_logits(labels=X[:, 0], logits=X),
-            "needs integers as `labels`",
-        ),
+        (lambda: est.nn.sparse_softmax_cross_entropy_with_logits(labels=X[:, 0], logits=X),
+         "needs integers as `labels`"),
         (lambda: est.nn.in_top_k(X, X[:, 0], 1), "needs integers as `targets`; got float32"),
-        (
-            lambda: est.nn.crf_log_likelihood(X[None], jnp.ones((1, 2)), jnp.ones(1, int), jnp.ones((3, 3))),
-            "`est.nn.crf_log_likelihood` needs integers as tags; got float32",
-        ),
-        (
-            lambda: est.nn.crf_decode(X[None], jnp.ones((3, 3)), jnp.ones(1)),
-            "`est.nn.crf_decode` needs integers as lengths; got float32",
-        ),
+        (lambda: est.nn.crf_log_likelihood(X[None], jnp.ones((1, 2)), jnp.ones(1, int), jnp.ones((3, 3))),
+         "`est.nn.crf_log_likelihood` needs integers as tags; got float32"),
+        (lambda: est.nn.crf_decode(X[None], jnp.ones((3, 3)), jnp.ones(1)),
+         "`est.nn.crf_decode` needs integers as lengths; got float32"),
         (lambda: est.nn.nce_loss(X, X[0], X[:, :1], X, 2, 2), "needs integers as classes; got float32"),
         (lambda: est.nn.ctc_loss(Y, X[None], X[0]), "needs integers as `sequence_length`; got float32"),
         (lambda: est.image.resize_bilinear(X[None, None], (2, 0.5)), "needs an int as size; got .*0.5"),
@@ -465,17 +426,13 @@ REFUSED = {
     ],
     AttributeError: [
         (lambda: est.nn.relu, "module 'estimator.nn' has no attribute 'relu'; here it is `jax.nn.relu`"),
-        (
-            lambda: est.nn.nonsense,
-            "no attribute 'nonsense'; it has TopK, .*zero_fraction. See `jax.nn`, `jax.numpy` and",
-        ),
-        (
-            lambda: est.image.nonsense,
-            "'nonsense'; it has resize_bilinear, resize_nearest_neighbor. See `jax.image`; im",
-        ),
+        (lambda: est.nn.nonsense,
+         "no attribute 'nonsense'; it has TopK, .*zero_fraction. See `jax.nn`, `jax.numpy` and"),
+        (lambda: est.image.nonsense,
+         "'nonsense'; it has resize_bilinear, resize_nearest_neighbor. See `jax.image`; im"),
         (lambda: est.sequence_mask, "here it is `est.nn.sequence_mask"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))

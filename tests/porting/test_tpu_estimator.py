@@ -56,26 +56,20 @@ def test_a_spec_with_eval_metrics_is_replaced_as_others_are():
 ONE = jnp.float32(1)
 REFUSED = {
     TypeError: [
-        (
-            lambda: est.EstimatorSpec("eval", loss=ONE, host_call=1),
-            "EstimatorSpec has no `host_call`, .*TPUEstimatorSp",
-        ),
-        (
-            lambda: est.EstimatorSpec("eval", loss=ONE, eval_metrics=len),
-            r"be a pair \(metric_fn, tensors\), given: <bu",
-        ),
+        (lambda: est.EstimatorSpec("eval", loss=ONE, host_call=1),
+         "EstimatorSpec has no `host_call`, .*TPUEstimatorSp"),
+        (lambda: est.EstimatorSpec("eval", loss=ONE, eval_metrics=len),
+         r"be a pair \(metric_fn, tensors\), given: <bu"),
         (lambda: est.EstimatorSpec("eval", loss=ONE, eval_metrics=(len, X)), "must be a dict or a list, given"),
         (lambda: est.Estimator(model_fn, use_tpu=False), "Estimator has no `use_tpu`, as TensorFlow's TPUEstimator"),
         (lambda: est.Estimator(model_fn, train_batch_size=8), "has: input_fn makes the batches: .*; got 8"),
         (lambda: est.RunConfig(tpu_config=3), "RunConfig has no `tpu_config`, .* write `steps_per_loop`"),
     ],
     ValueError: [
-        (
-            lambda: est.EstimatorSpec("eval", loss=ONE, eval_metric_ops={"a": 1}, eval_metrics=(len, [X])),
-            "takes `eval_metric_ops` or `eval_metrics`, given both",
-        )
+        (lambda: est.EstimatorSpec("eval", loss=ONE, eval_metric_ops={"a": 1}, eval_metrics=(len, [X])),
+         "takes `eval_metric_ops` or `eval_metrics`, given both")
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))

@@ -5,6 +5,7 @@ import ctypes
 import errno
 import functools
 import gc
+import itertools
 import json
 import operator
 import os
@@ -66,7 +67,6 @@ def reseal(folder, name, contents):
     file.write_bytes(contents)
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:coroutine 'ArrayHandler.metadata' was never awaited")  # of orbax, after an error
 @pytest.mark.parametrize("name", OF_A_CHECKPOINT)
@@ -85,23 +85,27 @@ def test_any_contents_of_a_checkpoint_are_read_or_an_error_that_names_it(trained
     gc.collect()
 
 
-SMALL = {
-    "eval/evaluated.json": lambda path: evaluate(make(path), 4),
-    "run_id.txt": lambda path: make(path, trackers=[est.trackers.CsvTracker()]).evaluate(times(1)),
-    "eval/metrics.csv": lambda path: make(path, trackers=[est.trackers.CsvTracker()]).evaluate(times(1)),
-    "eval/history.jsonl": lambda path: make(path).evaluate(times(1)),
-    "history.jsonl": lambda path: make(path).train(endless, steps=1),
+def evaluate_once(path):
+    make(path, trackers=[est.trackers.CsvTracker()]).evaluate(times(1))
+
+
+EMPTY, CUT, LIST, DICT = TEXTS[:4]
+SMALL = {  # by file: what reads it, and contents that it tells apart
+    "eval/evaluated.json": (lambda path: evaluate(make(path), 4), [EMPTY, CUT, LIST, DICT]),
+    "run_id.txt": (evaluate_once, [EMPTY, CUT]),
+    "eval/metrics.csv": (evaluate_once, [EMPTY, CUT]),
+    "eval/history.jsonl": (evaluate_once, [EMPTY, CUT, LIST, DICT]),
+    "history.jsonl": (lambda path: make(path).train(endless, steps=1), [EMPTY, CUT, LIST, DICT]),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, run", SMALL.items(), ids=SMALL)
-@pytest.mark.parametrize("contents", TEXTS[:4], ids=["empty", "cut", "list", "dict"])
-def test_a_damaged_small_file_ends_no_run(trained, tmp_path, errors, name, run, contents):
+@pytest.mark.parametrize("name, contents", [(name, text) for name, (_, texts) in SMALL.items() for text in texts])
+def test_a_damaged_small_file_ends_no_run(trained, tmp_path, errors, name, contents):
     path = shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     (path / name).write_bytes(contents)
     for _ in range(2):
-        run(path)
+        SMALL[name][0](path)
     assert len(errors()) <= 1 and all(str(path / name) in error for error in errors())
 
 
@@ -163,12 +167,12 @@ def test_nothing_outside_of_a_folder_is_opened_by_any_name_in_any_file(trained, 
     folder = ExportFolder(str(path / "export")) if is_export else Checkpoint(str(path / "ckpt-4"))
     reads = [lambda path: est.load_variable(path, "w"), *[est.load_exported] * is_export]
     tree = json.loads(pathlib.Path(folder.file(name)).read_bytes())
+    up = "../" * (2 + name.count("/")) + "outside"
+    names = itertools.cycle([str(outside), up, f"{outside}/secret", f"{up}/secret"])
     with opened_in(outside) as opened:
-        for i, at in enumerate(paths(tree)):
-            up = "../" * (2 + name.count("/")) + "outside"
+        for at, text in zip(paths(tree), names, strict=False):
             for is_key in {True, False} if isinstance(at[-1], str) else {False}:
-                text = with_name(tree, at, [str(outside), up, f"{outside}/secret", f"{up}/secret"][i % 4], is_key)
-                reseal(folder, name, text)
+                reseal(folder, name, with_name(tree, at, text, is_key))
                 for read in reads:
                     with contextlib.suppress(ValueError):
                         read(folder.path)

@@ -1,4 +1,4 @@
-"""Model_fns around a few lines, what a run of them leaves, and a network of all layers."""
+"""Model_fns around a few lines, what a run of them leaves, loops by hand beside it, and a network of all layers."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import estimator as est
 from replicate import TowerOptimizer, cross_tower_mean
 
 X = jnp.ones((2, 3))
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
 def run(body, mode="train", steps=1):
@@ -34,8 +35,25 @@ def minimizing(loss_of, optimizer=optax.sgd(0.1), **options):  # noqa: B008
 
     def model_fn(features, labels, mode):
         loss = loss_of(features, labels)
-        made = optimizer if isinstance(optimizer, est.Optimizer) else TowerOptimizer(optimizer, **options)
-        return est.EstimatorSpec(mode, loss=loss, train_op=made.minimize(loss))
+        return est.EstimatorSpec(mode, loss=loss, train_op=minimize(loss, optimizer, **options))
+
+    return model_fn
+
+
+def minimize(loss, optimizer, **options):
+    made = optimizer if isinstance(optimizer, est.Optimizer) else TowerOptimizer(optimizer, **options)
+    return made.minimize(loss)
+
+
+def regressing(predictions_of, optimizer=optax.sgd(0.1), **options):  # noqa: B008
+    """A model_fn that predicts `predictions_of(features)`, and minimizes their mean squared error."""
+
+    def model_fn(features, labels, mode):
+        predictions = predictions_of(features)
+        if mode == est.ModeKeys.PREDICT:
+            return est.EstimatorSpec(mode, predictions)
+        loss = est.losses.mean_squared_error(labels, predictions)
+        return est.EstimatorSpec(mode, predictions, loss, minimize(loss, optimizer, **options))
 
     return model_fn
 
@@ -43,6 +61,53 @@ def minimizing(loss_of, optimizer=optax.sgd(0.1), **options):  # noqa: B008
 def predicting(predictions_of):
     """A model_fn that predicts `predictions_of(features)`."""
     return lambda features, mode: est.EstimatorSpec(mode, predictions=predictions_of(features))
+
+
+def variables_of(body, features):
+    """The initial variables of a model_fn that runs `body(features)`, by name."""
+    model = est.transform(predicting(lambda x: (body(x), x)[1]))
+    return model.init(jax.random.key(0), features, mode="infer").variables
+
+
+def train_by_hand(params, loss_fn, batches, rest=None):
+    """The losses of a loop, and what it makes of the parameters and of the rest, which is not trained.
+
+    Args:
+      loss_fn: a function of the parameters, the rest, the step's number, x and y, that returns the loss and the rest.
+      batches: of shape `[steps, rows, ...]`.
+    """
+
+    @jax.jit
+    def step(params, rest, slots, i, x, y):
+        (loss, rest), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, rest, i, x, y)
+        updates, slots = MOMENTUM.update(gradients, slots, params)
+        return optax.apply_updates(params, updates), rest, slots, loss
+
+    losses, slots = [], MOMENTUM.init(params)
+    for i, (x, y) in enumerate(zip(*batches, strict=True)):
+        params, rest, slots, loss = step(params, rest, slots, i, x, y)
+        losses.append(loss)
+    return jnp.stack(losses), params, rest
+
+
+def train_nnx_by_hand(model, batches):
+    """The losses of a loop, and what it makes of the variables of a model of `flax.nnx`, by the names here."""
+    from flax import nnx
+
+    optimizer = nnx.Optimizer(model, MOMENTUM, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        def loss_fn(model):
+            return jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
+
+        loss, gradients = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    losses = [step(model, optimizer, x, y) for x, y in zip(*batches, strict=True)]
+    kinds = {"net": nnx.Param, "net/batch_stats": nnx.BatchStat}
+    return jnp.stack(losses), {name: nnx.to_pure_dict(nnx.state(model, kind)) for name, kind in kinds.items()}
 
 
 def ones(name, shape=(), dtype=jnp.float32):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import GOLDEN, close
+from testing.model_fns import predicting
 from testing.towers import replicate, started
 
 import estimator as est
@@ -29,12 +30,11 @@ def test_schedules_have_the_numbers_of_tensorflow(case):
 
 
 def test_schedules_have_the_numbers_of_tensorflow_in_4_towers():
-    def model_fn(features, labels, mode):
-        rates = jnp.stack([rate_of(case, est.global_step()) for case in CASES])
-        return est.EstimatorSpec(mode, predictions=jnp.tile(rates, (len(features), 1)))
+    def rates(features):
+        return jnp.tile(jnp.stack([rate_of(case, est.global_step()) for case in CASES]), (len(features), 1))
 
     batch = np.zeros(4, np.float32)
-    model, state = started(replicate(model_fn, 4), batch, mode="infer")
+    model, state = started(replicate(predicting(rates), 4), batch, mode="infer")
     (steps,) = {tuple(case["steps"]) for case in CASES}
     for step, *values in zip(steps, *(case["values"] for case in CASES), strict=True):
         now = state._replace(global_step=jnp.asarray(step, state.global_step.dtype))

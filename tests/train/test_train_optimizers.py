@@ -12,46 +12,26 @@ import estimator as est
 from replicate import BlockSync, TowerOptimizer, replicate_model_fn
 
 ARGUMENTS = {  # of TensorFlow 1.12, in order, less use_locking and name
-    "AdaMaxOptimizer": ("learning_rate=0.001", "beta1=0.9", "beta2=0.999", "epsilon=1e-08"),
-    "AdadeltaOptimizer": ("learning_rate=0.001", "rho=0.95", "epsilon=1e-08"),
-    "AdagradDAOptimizer": (
-        "learning_rate",
-        "global_step",
-        "initial_gradient_squared_accumulator_value=0.1",
-        "l1_regularization_strength=0.0",
-        "l2_regularization_strength=0.0",
-    ),
-    "AdagradOptimizer": ("learning_rate", "initial_accumulator_value=0.1"),
-    "AdamOptimizer": ("learning_rate=0.001", "beta1=0.9", "beta2=0.999", "epsilon=1e-08"),
-    "AdamWOptimizer": ("weight_decay", "learning_rate=0.001", "beta1=0.9", "beta2=0.999", "epsilon=1e-08"),
-    "AddSignOptimizer": ("learning_rate=0.1", "alpha=1.0", "beta=0.9", "sign_decay_fn=None"),
-    "FtrlOptimizer": (
-        "learning_rate",
-        "learning_rate_power=-0.5",
-        "initial_accumulator_value=0.1",
-        "l1_regularization_strength=0.0",
-        "l2_regularization_strength=0.0",
-        "accum_name=None",
-        "linear_name=None",
-        "l2_shrinkage_regularization_strength=0.0",
-    ),
-    "GradientDescentOptimizer": ("learning_rate",),
-    "LazyAdamOptimizer": ("learning_rate=0.001", "beta1=0.9", "beta2=0.999", "epsilon=1e-08"),
-    "MomentumOptimizer": ("learning_rate", "momentum", "use_nesterov=False"),
-    "MomentumWOptimizer": ("weight_decay", "learning_rate", "momentum", "use_nesterov=False"),
-    "PowerSignOptimizer": ("learning_rate=0.1", "base=2.718281828459045", "beta=0.9", "sign_decay_fn=None"),
-    "ProximalAdagradOptimizer": (
-        "learning_rate",
-        "initial_accumulator_value=0.1",
-        "l1_regularization_strength=0.0",
-        "l2_regularization_strength=0.0",
-    ),
-    "ProximalGradientDescentOptimizer": (
-        "learning_rate",
-        "l1_regularization_strength=0.0",
-        "l2_regularization_strength=0.0",
-    ),
-    "RMSPropOptimizer": ("learning_rate", "decay=0.9", "momentum=0.0", "epsilon=1e-10", "centered=False"),
+    "AdaMaxOptimizer": "learning_rate=0.001 beta1=0.9 beta2=0.999 epsilon=1e-08",
+    "AdadeltaOptimizer": "learning_rate=0.001 rho=0.95 epsilon=1e-08",
+    "AdagradDAOptimizer": "learning_rate global_step initial_gradient_squared_accumulator_value=0.1 "
+    "l1_regularization_strength=0.0 l2_regularization_strength=0.0",
+    "AdagradOptimizer": "learning_rate initial_accumulator_value=0.1",
+    "AdamOptimizer": "learning_rate=0.001 beta1=0.9 beta2=0.999 epsilon=1e-08",
+    "AdamWOptimizer": "weight_decay learning_rate=0.001 beta1=0.9 beta2=0.999 epsilon=1e-08",
+    "AddSignOptimizer": "learning_rate=0.1 alpha=1.0 beta=0.9 sign_decay_fn=None",
+    "FtrlOptimizer": "learning_rate learning_rate_power=-0.5 initial_accumulator_value=0.1 "
+    "l1_regularization_strength=0.0 l2_regularization_strength=0.0 accum_name=None linear_name=None "
+    "l2_shrinkage_regularization_strength=0.0",
+    "GradientDescentOptimizer": "learning_rate",
+    "LazyAdamOptimizer": "learning_rate=0.001 beta1=0.9 beta2=0.999 epsilon=1e-08",
+    "MomentumOptimizer": "learning_rate momentum use_nesterov=False",
+    "MomentumWOptimizer": "weight_decay learning_rate momentum use_nesterov=False",
+    "PowerSignOptimizer": "learning_rate=0.1 base=2.718281828459045 beta=0.9 sign_decay_fn=None",
+    "ProximalAdagradOptimizer": "learning_rate initial_accumulator_value=0.1 l1_regularization_strength=0.0 "
+    "l2_regularization_strength=0.0",
+    "ProximalGradientDescentOptimizer": "learning_rate l1_regularization_strength=0.0 l2_regularization_strength=0.0",
+    "RMSPropOptimizer": "learning_rate decay=0.9 momentum=0.0 epsilon=1e-10 centered=False",
 }
 NAMES = {
     "LazyAdamOptimizer": "Adam",
@@ -76,7 +56,7 @@ def test_arguments_have_the_order_and_the_defaults_of_tensorflow(name):
     assert parameters.pop("use_locking").default is False
     assert parameters.pop("name").default == NAMES.get(name, name.removesuffix("Optimizer"))
     written = [n if p.default is p.empty else f"{n}={p.default!r}" for n, p in parameters.items()]
-    assert written == list(ARGUMENTS[name])
+    assert written == ARGUMENTS[name].split()
 
 
 def test_every_optimizer_is_listed_here():

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from testing.cluster import shared_cluster
+from testing.model_fns import minimizing
 from testing.website import coverage_page
 
 import estimator as est
@@ -50,25 +51,21 @@ def test_the_hook_of_the_page_on_training_is_called_every_50_steps(tmp_path, cap
     scope = {"est": est}
     exec(code_of("training.md"), scope)
 
-    def model_fn(features, labels, mode):
+    def loss_of(features, labels):
         bias = est.get_variable("bias", ())
         est.record("bias", bias)
-        loss = ((features + bias - labels) ** 2).mean()
-        import optax
-
-        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+        return ((features + bias - labels) ** 2).mean()
 
     batch = np.zeros(4, np.float32), np.ones(4, np.float32)
-    est.Estimator(model_fn, tmp_path).train(lambda: [batch] * 120, hooks=[scope["Biases"]()])
+    est.Estimator(minimizing(loss_of), tmp_path).train(lambda: [batch] * 120, hooks=[scope["Biases"]()])
     assert [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()] == [50, 100]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_script_of_the_page_on_many_hosts_runs_in_any_number_of_processes(tmp_path, processes):
     code = code_of("many_hosts.md")
-    ended = shared_cluster().run(
-        "testing.scenarios.docs.many_hosts", code, str(tmp_path / "model"), processes=processes
-    )
+    scenario = "testing.scenarios.docs.many_hosts"
+    ended = shared_cluster().run(scenario, code, str(tmp_path / "model"), processes=processes)
     assert [each.code for each in ended] == [0] * processes, ended
     outputs = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
     assert [each["process"] for each in outputs] == list(range(processes))
@@ -131,10 +128,9 @@ def test_docstrings_come_to_their_arguments_within_40_lines():
     for path in (path for package in ("estimator", "replicate") for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                lines = re.split(r"^ *(?:Args|Attributes|Returns|Raises):$", ast.get_docstring(node) or "", flags=re.M)[
-                    0
-                ]
-                if len(lines.strip().splitlines()) > 40:
+                head = r"(.*?)(?:^ *(?:Args|Attributes|Returns|Raises):$|\Z)"
+                text = re.match(head, ast.get_docstring(node) or "", re.M | re.S)[1]
+                if len(text.strip().splitlines()) > 40:
                     long.append(f"{path.name}: {getattr(node, 'name', 'the module')}")
     assert not long
 

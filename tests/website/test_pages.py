@@ -90,8 +90,7 @@ def literals(path):
 def test_every_message_that_troubleshooting_quotes_is_one_of_the_library():
     sources = [path for package in ("estimator", "replicate") for path in (ROOT / package).rglob("*.py")]
     known = "\n".join(text for path in sources for text in literals(path))
-    quoted = re.findall(
-        r"^```text\n(.*?)\n```$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M | re.S
-    )
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^```text\n(.*?)\n```$", page, re.M | re.S)
     assert len(quoted) > 10
     assert not [message for message in quoted if message not in known]

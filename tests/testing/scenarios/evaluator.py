@@ -11,16 +11,17 @@ EVAL = est.EvalSpec(times(2), steps=None)
 
 
 class Calls(est.Exporter):
-    """Notes the steps that it is called with, and whether it is the last time."""
+    """Notes the steps of the evaluation and of the checkpoint that it gets, and whether it is the last time."""
 
     name = "calls"
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, name="calls"):
+        self.name, self.calls = name, []
 
     def export(self, estimator, export_path, checkpoint_path, eval_result, is_the_final_export):
         saved = int(Checkpoint(checkpoint_path).read("global_step"))
         self.calls.append((eval_result["global_step"], saved, is_the_final_export))
+        assert export_path == os.path.join(estimator.model_dir, "export", self.name)
         return str(saved)
 
 
@@ -32,9 +33,9 @@ def evaluate(estimator, max_steps, eval_spec=EVAL):
     return est.train_and_evaluate(estimator, est.TrainSpec(refuse, max_steps), eval_spec, role="evaluator")
 
 
-def evaluated(estimator):
+def evaluated(estimator, name=None):
     """The steps that were evaluated."""
-    return list(est.read_eval_metrics(estimator.eval_dir()))
+    return list(est.read_eval_metrics(estimator.eval_dir(name)))
 
 
 class BlockAt(est.Hook):

@@ -1,12 +1,9 @@
 """A headless Chromium, spoken to over a pipe by its DevTools protocol: opens pages, and says what went wrong on them.
 
-    python tests/testing/website/browser.py site pictures 1280 390    # writes pictures/<width>/<page>.png of each page
-
 The protocol is lines of JSON that end in a zero byte, on the file descriptors 3 and 4 of the process, so no package is
 needed to drive it.
 """
 
-import base64
 import contextlib
 import functools
 import http.server
@@ -99,12 +96,6 @@ class Browser:
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
 
-    def picture(self, path: pathlib.Path, whole: bool = True) -> None:
-        """Writes a PNG of the page, or of what the window shows of it."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(data))
-
     def close(self) -> None:
         with contextlib.suppress(Exception):
             self.call("Browser.close")
@@ -160,19 +151,3 @@ def served(folder: pathlib.Path) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-
-
-def main(site: str, out: str, *widths: str) -> None:
-    path = executable()
-    assert path, f"None of {', '.join(NAMES)} is on the PATH."
-    with served(pathlib.Path(site)) as address, opened(path) as window:
-        for page in sorted(pathlib.Path(site).rglob("*.html")):
-            name = page.relative_to(site).as_posix()
-            for width in map(int, widths):
-                window.open(f"{address}/{name}", width)
-                window.picture(pathlib.Path(out, str(width), name.replace("/", "_").replace(".html", ".png")))
-                print(name, width, *window.errors)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -39,11 +39,12 @@ def environment() -> dict[str, str]:
     return env | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "MPLBACKEND": "Agg"}
 
 
-def run_fresh(*command: str, folder: str) -> None:
+def run_fresh(*command: str, folder: str | pathlib.Path = ROOT, **variables: str) -> tuple[str, str]:
     """As `testing.scripts.run_script`, which is quicker, and for tests alone."""
-    options = {"cwd": folder, "env": environment(), "capture_output": True, "encoding": "utf-8", "timeout": 300}
-    done = subprocess.run([sys.executable, *command], **options)
-    assert done.returncode == 0, done.stderr[-4000:]
+    options = {"cwd": folder, "env": environment() | variables, "capture_output": True, "encoding": "utf-8"}
+    done = subprocess.run([sys.executable, *command], **options, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout, done.stderr
 
 
 def run(path: pathlib.Path, run_script: Callable = run_fresh) -> list[str]:
