@@ -13,11 +13,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_the_peers_that_are_installed_end_with_the_loss_of_the_loop_by_hand():
-    line = [sys.executable, str(ROOT / "benchmarks" / "peers"), "--quick", "--models", "mlp", "transformer", "tagger"]
+    line = [sys.executable, str(ROOT / "benchmarks" / "peers"), "--quick", "--models", "mlp", "tagger"]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for peer in ("Estimator", "by hand", "Flax"):
-        assert all(f"{model:12} {peer} " in done.stdout for model in ("mlp", "transformer", "tagger"))
+        assert all(f"{model:12} {peer} " in done.stdout for model in ("mlp", "tagger"))
     assert done.stdout.count("All end with the same losses") == 2
 
 
