@@ -43,6 +43,7 @@ def test_lookups_in_a_table_that_is_cut(partition, optimizer):
     assert state.variables["table"].addressable_data(0).size == 104 * 40 // 4
 
 
+@pytest.mark.slow
 def test_a_pytree_is_cut_by_a_function_and_gradients_may_be_changed_on_the_way():
     def model_fn(features, labels, mode):
         net = est.get_variable(
