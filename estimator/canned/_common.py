@@ -16,7 +16,7 @@ from estimator.train._optimize_loss import OPTIMIZERS
 
 OptimizerOrFn = Optimizer | Callable[[], Optimizer] | str
 
-_NAMED = {name: make for name, make in OPTIMIZERS.items() if name != "Momentum"}  # those of TensorFlow's estimators
+_NAMED = {name: make for name, make in OPTIMIZERS.items() if name != "Momentum"}  # as TensorFlow's estimators take them
 
 
 def classifier_head(
