@@ -26,7 +26,8 @@ from testing import compiled
 from testing.signals import wait_until
 
 TESTS = pathlib.Path(__file__).parents[1]
-LIMIT_SECS = 120  # of processes; then they say what each of their threads was doing, and are killed
+LIMIT_SECS = 120  # of processes, which are killed then
+REPORT_SECS = 25  # before it, and before a test stops to wait, they say what each of their threads is doing
 
 
 class Ended(NamedTuple):
@@ -99,11 +100,24 @@ class Cluster:
 
     def wait_for(self, index, line):
         """Waits until a process has written a line."""
-        self.wait_until(lambda: line in self.lines(index), f"process {index} has not written {line!r}")
+        has_ended = False
+
+        def has_written():
+            nonlocal has_ended
+            lines = self.lines(index)
+            assert line in lines or not has_ended, self._report(f"process {index} has ended without {line!r}")
+            has_ended = not self.is_alive(index)  # looked at again: what it wrote last comes before its end
+            return line in lines
+
+        self.wait_until(has_written, f"process {index} has not written {line!r}")
 
     def wait_until(self, is_so, otherwise):
         """Waits for what processes do; returns what `is_so()` does at last."""
-        return wait_until(is_so, lambda: (otherwise, *map(self.lines, range(len(self.pids)))), LIMIT_SECS - 20)
+        return wait_until(is_so, lambda: self._report(otherwise), LIMIT_SECS - REPORT_SECS + 5)
+
+    def _report(self, what):
+        lines = (f"{index}: {line}" for index in range(len(self.pids)) for line in self.lines(index))
+        return "\n".join([what, *lines])
 
     def lines(self, index=0):
         return pathlib.Path(self._folder.name, str(index)).read_text(errors="replace").splitlines()
@@ -181,7 +195,7 @@ def call(request, index):
     os.dup2(output, 1)
     os.dup2(output, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where a shell runs the tests beside it
-    faulthandler.dump_traceback_later(request["timeout"] - 5)
+    faulthandler.dump_traceback_later(request["timeout"] - REPORT_SECS)
     if request["processes"] > 1:
         addresses = [f"127.0.0.1:{request['port']}"] * request["processes"]
         task = {"type": "worker", "index": index}
