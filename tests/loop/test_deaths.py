@@ -256,7 +256,7 @@ KILLED = [  # who, after which step or within the write of a checkpoint
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others_and_the_next_run_resumes(tmp_path, undisturbed):
-    newest, when, group = 0, random.Random(0), {"grace_secs": 5.0, "heartbeat_timeout_secs": 3.0}
+    newest, when, group = 0, random.Random(0), {"grace_secs": 5.0, "heartbeat_timeout_secs": 6.0}
     for victim, at in KILLED:
         is_within = at == "write"
         does = [[None, "input", 0.15], *([[victim, "write", "hang"]] if is_within else [])]
