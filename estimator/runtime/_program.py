@@ -6,9 +6,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from estimator.runtime._jax_settings import debugging, settings_of_this_thread
 from estimator.runtime._shared_programs import compile_shared
@@ -29,7 +26,7 @@ class Program:
       run: the function.
       donate: the numbers of the arguments whose memory may be reused; True for the first one.
       jit: False for a function that runs several programs, each compiled by itself.
-      numbers_apart: whether numbers that it only hands out, whatever its arguments are, stay out of the program.
+      split: makes several programs of what was traced, and returns what calls them; None if one is as good.
       **shardings: `in_shardings` and `out_shardings` of `jax.jit`. Without them, arrays stay where they are.
     """
 
@@ -38,13 +35,13 @@ class Program:
         run: Callable[..., Any],
         donate: bool | Sequence[int] = False,
         jit: bool = True,
-        numbers_apart: bool = False,
+        split: Callable[[jax.stages.Traced], Callable[..., Any] | None] | None = None,
         **shardings: Any,
     ) -> None:
         donated = (0,) if donate is True else donate or ()
         self._run: Any = jax.jit(run, donate_argnums=donated, **shardings) if jit else run
         self._jit = jit
-        self._numbers_apart = numbers_apart
+        self._split = split
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._newest: dict[Hashable, Callable[..., Any]] = {}
 
@@ -78,8 +75,8 @@ class Program:
             traced = self._run.trace(*args)
             if len(traced.jaxpr.jaxpr.invars) != len(jax.tree.leaves(args)):
                 return self._run  # a tracer has escaped and is one more argument, which jax refuses in the call
-            apart = _with_numbers_apart(traced) if self._numbers_apart else None
-            self._compiled[kind] = apart or compile_shared(traced, kind[0]) or self._run
+            several = self._split(traced) if self._split else None
+            self._compiled[kind] = several or compile_shared(traced, kind[0]) or self._run
             if self._compiled[kind] is self._run:
                 compile_first(self._run, *args)
         self._newest[key] = self._compiled[kind]
@@ -102,6 +99,12 @@ def trace_once(step: Callable[..., T]) -> Callable[..., T]:
     return jax.jit(step, inline=True)
 
 
+def keep_together(part: Callable[..., T], name: str) -> Callable[..., T]:
+    """A part of a program that stays one equation in the trace of that, by which `Program(split=)` finds it."""
+    part.__name__ = name
+    return jax.jit(part)
+
+
 def _signature(args: tuple[Any, ...]) -> Hashable:
     """Equal for arguments that one compiled program takes."""
     leaves, structure = jax.tree.flatten(args)
@@ -118,33 +121,3 @@ def _place(x: Any) -> Any:
     if isinstance(x, jax.core.Tracer):
         return jax.core.Tracer
     return getattr(x, "format", x.sharding) if getattr(x, "committed", False) else None
-
-
-def _with_numbers_apart(traced: jax.stages.Traced) -> Callable[..., Any] | None:
-    """The program with the numbers among its results as arguments, so that others give the same program: such as the
-    learning rate in a new State (0.33 s of CPU for an Estimator of a sweep, not 0.37). None if it has no such numbers.
-    """
-    from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun  # imports Pallas
-
-    numbers: dict[int, Any] = {}
-    for i, x in enumerate(traced.jaxpr.jaxpr.outvars):
-        kind: Any = x.aval
-        if isinstance(x, Literal) and jnp.issubdtype(kind.dtype, jnp.floating):
-            # A number of Python is of a weak type.
-            numbers[i] = float(x.val) if kind.weak_type else np.asarray(x.val, kind.dtype)
-    if not numbers:
-        return None
-    places = range(len(traced.jaxpr.jaxpr.outvars))
-    rest, used = dce_jaxpr(traced.jaxpr.jaxpr, [i not in numbers for i in places])
-    run = jaxpr_as_fun(ClosedJaxpr(rest, traced.jaxpr.consts))
-    structure = traced.out_tree
-
-    def together(arrays: list[Any], numbers: dict[int, Any]) -> Any:
-        results = iter(run(*arrays))
-        return jax.tree.unflatten(structure, [numbers[i] if i in numbers else next(results) for i in places])
-
-    def select(args: tuple[Any, ...]) -> list[Any]:
-        return [leaf for leaf, is_used in zip(jax.tree.leaves(args), used, strict=True) if is_used]
-
-    shared = Program(together)
-    return lambda *args: shared(select(args), numbers)

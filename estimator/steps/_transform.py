@@ -21,6 +21,7 @@ from estimator.core._typing import Features, Labels, PyTree, Variables
 from estimator.inputs._batch_values import copy_batch, stack_batches
 from estimator.multihost._global_arrays import put
 from estimator.runtime._program import Program, trace_once
+from estimator.steps._init_programs import split_init
 from estimator.steps._model_info import ModelInfo
 from estimator.steps._pure_steps import PureSteps, check_modes
 from estimator.steps._step_loops import compile_read
@@ -115,7 +116,7 @@ class _Steps:
         self._donate = donate
         self._infos: dict[ModeKeys, ModelInfo] = {}
         # One per mode, also for the abstract run, whose trace is then compiled.
-        self._inits = {mode: Program(functools.partial(self._init, mode), numbers_apart=True) for mode in ModeKeys}
+        self._inits = {mode: Program(functools.partial(self._init, mode), split=split_init) for mode in ModeKeys}
         self._traced: dict[ModeKeys, ModelInfo] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._compared: set[ModeKeys] = set()

@@ -14,6 +14,10 @@ from estimator.core._batch import unknown_dtype
 from estimator.core._frame import Frame
 from estimator.core._rng import name_hash
 from estimator.core._typing import PyTree, Variables
+from estimator.runtime._program import keep_together
+
+DRAW = "draw_initial_value"
+"""The name of the functions that draw the values of a variable: `steps/_init_programs.py` finds them by it."""
 
 
 class InitialValues(list[Any]):
@@ -34,8 +38,9 @@ class InitialValues(list[Any]):
 
 def initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, initializer: Any) -> PyTree:
     # By the name and not by a count: a new variable does not change the initial values of the others.
-    key = jax.random.fold_in(frame.key, name_hash(full))
+    number = np.uint32(name_hash(full))
     if shape is None:
+        key = jax.random.fold_in(frame.key, number)
         if initializer is None:
             raise ValueError(f"{call} needs a `shape` or an `initializer`; got neither.")
         try:
@@ -53,13 +58,17 @@ def initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, in
             f"{call} got the shape {shape} and an initializer that is a value, {initializer!r}. "
             "Leave out the shape, or write `jax.nn.initializers.constant(value)`."
         )
-    value = initializer(key, shape, dtype)
-    if not hasattr(value, "shape") or value.shape != shape:
-        raise ValueError(
-            f"{call}: the initializer must return an array of shape {shape}; got {value!r}. "
-            "Some initializers of jax.nn are factories: write `glorot_uniform()`, but `zeros`."
-        )
-    return jnp.asarray(value, dtype)
+
+    def draw(key: jax.Array, number: jax.Array) -> jax.Array:
+        value = initializer(jax.random.fold_in(key, number), shape, dtype)
+        if not hasattr(value, "shape") or value.shape != shape:
+            raise ValueError(
+                f"{call}: the initializer must return an array of shape {shape}; got {value!r}. "
+                "Some initializers of jax.nn are factories: write `glorot_uniform()`, but `zeros`."
+            )
+        return jnp.asarray(value, dtype)
+
+    return keep_together(draw, DRAW)(frame.key, number)
 
 
 def _check_storable(call: str, array: Any, where: str = "") -> None:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import estimator as est
 from estimator.runtime import _shared_programs
 from estimator.runtime._program import Program
+from estimator.steps._init_programs import split_init
 
 X = np.ones((4, 2), np.float32)
 Y = np.ones((4, 1), np.float32)
@@ -246,7 +247,7 @@ def test_static_fields_without_a_hash_are_compiled_for_themselves():
 def test_numbers_that_are_only_handed_out_are_not_part_of_the_program(compilations):
     def make(rate):
         program = Program(
-            lambda x: {"rate": jnp.asarray(rate, jnp.float32), "weak": rate, "x": 2 * x}, numbers_apart=True
+            lambda x: {"rate": jnp.asarray(rate, jnp.float32), "weak": rate, "x": 2 * x}, split=split_init
         )
         return program(np.ones(3, np.float32))
 
