@@ -78,8 +78,10 @@ def worker(config):
                     asks = threading.Thread(target=est.request_stop)
                     asks.start()
                     asks.join()
-            if attempt == 0:
-                time.sleep(config.get("secs", 0))
+            if attempt == 0 and config.get("is_preempted"):  # in the half of its steps that is left the notice comes
+                time.sleep(1)
+                while context.global_step > 25 and not (folder / "drained").exists():
+                    time.sleep(0.1)
 
     hooks = [Accident(), ReportHook(every_steps=20), PreemptionHook(every_steps=5)]
     estimator = make(config["model_dir"], save=config.get("save", 10))
@@ -121,14 +123,14 @@ class Relative:
 
 def drain(cluster, node):
     """Gives the notice that a cloud gives before it takes a node away."""
-    command = [str(pathlib.Path(sys.executable).parent / "ray"), "drain-node", "--address", cluster.address]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
     reason = ["--node-id", node.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
     subprocess.run([*command, *reason, "--deadline-remaining-seconds", "60"], check=True, capture_output=True)
 
 
 def preempt(folder, cluster, nodes):
     """A training whose node is taken away, in favor of another one. Its config saves at the beginning and the end; it
-    is slow at first, since the notice takes seconds to come."""
+    is slow at first, since the notice takes seconds to come, and waits for it to be given."""
     nodes = {node.node_id: node for node in [*nodes, cluster.add_node(num_cpus=2)]}
 
     def take_away():
@@ -136,13 +138,14 @@ def preempt(folder, cluster, nodes):
             time.sleep(0.1)
         node = nodes[(folder / "node").read_text()]
         drain(cluster, node)
+        (folder / "drained").touch()
         while len(list((folder / "model").glob("ckpt-*[05]"))) < 2:
             time.sleep(0.1)
         cluster.remove_node(node)
 
     thread = threading.Thread(target=take_away, daemon=True)
     thread.start()
-    result = fit(folder, max_steps=50, secs=1, save=1000)
+    result = fit(folder, max_steps=50, is_preempted=True, save=1000)
     thread.join(30)
     return result
 
