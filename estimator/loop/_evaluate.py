@@ -36,6 +36,7 @@ from estimator.steps._transform import Model
 
 _PROGRAMS_FETCHED = 20  # at once: to fetch each costs as much as a small batch
 _MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE = 16, 1 << 18
+_MOST_BYTES_AT_ONCE_OF_SEVERAL = 1 << 26  # processes, which agree on every chunk
 
 
 Outcome = tuple[jax.Array, Mapping[str, Any], dict[str, Report]]
@@ -80,9 +81,11 @@ class EvalSteps:
     def at_once(self, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> int:
         """The number of batches like this one that are read ahead together, and go into one program."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((features, labels)) if hasattr(leaf, "nbytes"))
-        most = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
         info = self._model.info(features, labels, ModeKeys.EVAL)
-        if info.placement.spans_processes:
+        is_shared = info.placement.spans_processes
+        most_bytes = _MOST_BYTES_AT_ONCE_OF_SEVERAL if is_shared else _MOST_BYTES_AT_ONCE
+        most = max(1, min(_MOST_BATCHES_AT_ONCE, most_bytes // max(size, 1)))
+        if is_shared:
             return most  # only read ahead together: each may have rows of its own, and so a program of its own
         if most == 1 or not info.is_one_program or has_sparse((features, labels)) or debugging():
             return 1

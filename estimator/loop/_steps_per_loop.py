@@ -16,7 +16,8 @@ from estimator.runtime._jax_settings import debugging
 
 _STEPS_TO_TIME = 20
 _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005
-_SECONDS_AT_ONCE_OF_SEVERAL = 0.05  # processes, which agree on every chunk: that takes a millisecond
+# Of several processes, which agree on every chunk: that takes each of them 10 ms of CPU, and waits for all.
+_MOST_BATCHES_AT_ONCE_OF_SEVERAL, _SECONDS_AT_ONCE_OF_SEVERAL = 100, 0.25
 # TensorFlow's interval of log lines. A NaN is noticed about as many steps late, with or without log lines.
 _STEPS_BETWEEN_LOOKS = 100
 SECONDS_OF_A_CHUNK = 1.0  # and between looks: a run shows that often where it is
@@ -42,7 +43,9 @@ def choose(
         steps = 1
     else:
         steps = context.agreed(lambda: _automatic(programs, hooks, context.global_step, look_every))
-    at_once = _SECONDS_AT_ONCE if context.group.count == 1 else _SECONDS_AT_ONCE_OF_SEVERAL
+    at_once = _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE
+    if context.group.count > 1:
+        at_once = _MOST_BATCHES_AT_ONCE_OF_SEVERAL, _SECONDS_AT_ONCE_OF_SEVERAL
     return LoopSize(programs, steps, secs, look_every, at_once, lambda: _working_seconds(context))
 
 
@@ -67,7 +70,7 @@ class LoopSize:
     steps: dataclasses.InitVar[int]
     _secs: float | None
     _look_every: int
-    _at_once: float  # seconds
+    _at_once: tuple[int, float]  # batches, and seconds
     _clock: Callable[[], float]
 
     def __post_init__(self, steps: int) -> None:
@@ -95,7 +98,9 @@ class LoopSize:
         if self._begin is not None and step - self._begin[0] >= max(_STEPS_TO_TIME, room):
             per_step = _per_step(self._begin, (step, now))
             if not self._programs.loops:
-                self._batches_at_once = max(1, min(_MOST_BATCHES_AT_ONCE, int(self._at_once / per_step)))
+                most, secs = self._at_once
+                most = min(most, self._programs.batches_that_fit)
+                self._batches_at_once = max(1, min(most, int(secs / per_step)))
             elif self._secs is not None:
                 fit = max(1, int(self._secs / per_step))
                 # Each number of steps is compiled: so powers of two, and not for a little more or less.

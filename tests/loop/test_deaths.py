@@ -206,7 +206,7 @@ ENDLESS = [[None, "input", 0.05], [None, "input 55", "hang"]]  # on a machine to
 TERMINATED = {  # what they do, which process is waited for and who gets the signal then, and the step that may be saved
     "all": (ENDLESS, (1, "step 6"), (1, 0), range(6, 60)),
     "one, the other after its training": ([*ENDLESS, [0, "after", "signal"]], (1, "step 6"), (1,), range(6, 60)),
-    "one, where the other's input blocks": ([*ENDLESS, [0, "input 30", "hang"]], (0, "hangs"), (1,), range(30, 60)),
+    "one, where the other's input blocks": ([*ENDLESS, [0, "input 30", "hang"]], (0, "hangs"), (1,), range(20, 60)),
     "one within an evaluation of all": (None, (1, "evaluating"), (1,), range(5, 10)),
     "one before its first batch": ([[1, "begin", "signal"]], None, (), None),
 }

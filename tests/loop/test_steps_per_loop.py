@@ -214,9 +214,15 @@ def test_auto_counts_what_is_in_loops_as_often_as_they_run(lengths, fits):
     assert steps_that_fit(traced, "cpu", count=lambda _: 1e6) == fits
 
 
-@pytest.mark.parametrize("batches, room", [(12, 10), (1, 0), (0.5, 0)])
-def test_auto_stacks_no_more_than_so_many_bytes_of_batches(tmp_path, monkeypatch, calls, batches, room):
-    monkeypatch.setattr(_programs, "_MOST_BYTES", int(batches * 64 * (4 + 1) * 4))
+@pytest.mark.parametrize(
+    "limit, batches, room",
+    [
+        *(("_MOST_BYTES", 12, 10), ("_MOST_BYTES", 1, 0), ("_MOST_BYTES", 0.5, 0)),
+        *(("_MOST_BYTES_OF_A_STACKED_BATCH", 1, 30), ("_MOST_BYTES_OF_A_STACKED_BATCH", 0.9, 0)),
+    ],
+)
+def test_auto_stacks_no_more_than_so_many_bytes_of_batches(tmp_path, monkeypatch, calls, limit, batches, room):
+    monkeypatch.setattr(_programs, limit, int(batches * 64 * (4 + 1) * 4))
     config = {"save_checkpoints_steps": None, "save_summary_steps": None, "log_step_count_steps": 30}
     make(tmp_path, wide(4), **config).train(of_width(4, 30))
     assert set(rooms(calls)) == {room}

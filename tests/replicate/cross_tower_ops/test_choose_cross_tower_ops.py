@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,18 @@ def test_a_kind_of_device_that_was_not_measured_gets_psum(choose, messages):
     ops = choose([row(100, kind="some other", ring=0.5, alone=0.5)])
     assert collectives(lowered(ops, 4, floats(100), floats(100))) == PSUM
     assert messages() == ["Values of 4 towers on cpu are summed by psum; a kind of device that was not measured."]
+
+
+def test_devices_of_several_processes_get_psum_with_large_arrays_by_themselves(monkeypatch, messages):
+    """Packing copies them, whatever the network is."""
+    _auto._log.cache_clear()
+    devices = [types.SimpleNamespace(device_kind="cpu", process_index=index) for index in range(4)]
+    monkeypatch.setattr(_auto, "find_devices", lambda devices: devices)
+    arrays = [floats(80), floats(10**6), jax.ShapeDtypeStruct((3,), jnp.int32), floats(10**5), floats(500_000)]
+    vectors = re.findall(r"\) : \(tensor<(\w+)>\) -> tensor", lowered(choose_the_best(devices), 4, *arrays))
+    assert sorted(vectors) == ["150020xf32", "250000xf32", "3xi32"]
+    why = "arrays of 1,048,576 bytes and more by themselves; which are of several processes"
+    assert messages() == [f"Values of 4 towers on cpu are summed by psum, {why}."]
 
 
 def test_the_choice_is_logged_once_for_each_number_of_towers(choose, messages):
