@@ -16,7 +16,7 @@ from estimator.runtime._jax_settings import debugging
 
 _STEPS_TO_TIME = 20
 _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005
-# Of several processes, which agree on every chunk: that takes each of them 10 ms of CPU, and waits for all.
+# Of several processes, which agree on every chunk: that costs each of them up to 20 ms of CPU where the cores are busy.
 _MOST_BATCHES_AT_ONCE_OF_SEVERAL, _SECONDS_AT_ONCE_OF_SEVERAL = 100, 0.25
 # TensorFlow's interval of log lines. A NaN is noticed about as many steps late, with or without log lines.
 _STEPS_BETWEEN_LOOKS = 100

@@ -18,6 +18,7 @@ class Program:
     """A pure function that is jitted, and compiled where Ctrl-C does no harm before its first call. Programs that are
     the same share what is compiled (`runtime/_shared_programs.py`).
 
+    >>> import jax.numpy as jnp
     >>> program = Program(lambda x: 2 * x)
     >>> print(program.is_new(), program(jnp.ones(2)), program.is_new())
     True [2. 2.] False
