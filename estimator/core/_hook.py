@@ -214,7 +214,7 @@ class Context(abc.ABC):
     @property
     @abc.abstractmethod
     def input_wait(self) -> float:
-        """The seconds that this process has waited for training input since `clock`."""
+        """The seconds since `clock` in which this process and its devices waited for training input."""
 
     @property
     def least_step_seconds(self) -> float | None:

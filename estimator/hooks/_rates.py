@@ -11,7 +11,8 @@ class RateMeter:
     """Measures from one reading to the next; the first time since the first program was done (`Context.clock`).
 
     The tags are TensorFlow's "global_step/sec" and "examples/sec"; "input_wait", the share of the time that the run
-    waited for input; and, where the peak of the devices is known, "flops_utilization", the share of it.
+    waited for input while its devices had nothing to do; and, where the peak of the devices is known,
+    "flops_utilization", the share of it.
     """
 
     def __init__(self) -> None:

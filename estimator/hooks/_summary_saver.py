@@ -29,9 +29,10 @@ class SummarySaverHook(Hook):
     """Writes the loss, what the model_fn shows by `est.summary.*`, `global_step/sec` and `examples/sec`; and for
     optimizers under `optax.inject_hyperparams` the `learning_rate`, several as `learning_rate/<name>`.
 
-    With the rates come `input_wait`, the share of the time that the run waited for its input, from 0 to 1, and on GPUs
-    whose peak is known `flops_utilization`, the share of it: the FLOPs of a step by `est.summarize`, by the steps per
-    second, over the most that one device makes, of dense matrices in half precision.
+    With the rates come `input_wait`, the share of the time that the run waited for its input while its devices had
+    nothing to do, from 0 to 1, and on GPUs whose peak is known `flops_utilization`, the share of it: the FLOPs of a
+    step by `est.summarize`, by the steps per second, over the most that one device makes, of dense matrices in half
+    precision.
 
     They go into an event file for TensorBoard, and the numbers into `history.jsonl` too (see `est.read_history`); the
     rates once a second at most. `train` has such a hook unless one is given that writes into the model_dir;

@@ -85,6 +85,10 @@ class RunContext(Context):
     def look(self) -> None:
         """Waits for nothing: only training has losses that are pending."""
 
+    def devices_are_busy(self) -> bool:
+        """Returns whether devices still work on steps that were started; only training starts them ahead."""
+        return False
+
     def set_learning_rate(self, name: str, value: float) -> None:
         if self.mode != ModeKeys.TRAIN or self.phase == "end":
             raise RuntimeError(

@@ -257,6 +257,10 @@ class InFlight:
         if len(self._outputs) > _MOST_IN_FLIGHT:
             self._outputs.popleft().block_until_ready()
 
+    def is_busy(self) -> bool:
+        """Returns whether the devices still work on one of them."""
+        return bool(self._outputs) and not self._outputs[-1].is_ready()  # type: ignore[attr-defined]
+
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     sharding = None if getattr(x, "is_fully_addressable", True) else x.sharding

@@ -24,6 +24,7 @@ from estimator.runtime._progress_bar import is_interactive, progress_bar
 from estimator.runtime._uninterrupted import in_main_thread
 
 _CHUNKS_AHEAD = 2
+_FIRST_SECONDS_TO_LOOK = 1e-4
 _TITLES = {ModeKeys.EVAL: "Evaluation", ModeKeys.PREDICT: "Prediction"}
 
 
@@ -105,6 +106,7 @@ def read_ahead(
             context.phase = "input"
             try:
                 context.reads_input = may_end and in_main_thread()
+                _wait_beside_devices(prefetcher, context)
                 ready = prefetcher.get_unless(is_stopped)
             except Stopped as agreed:  # in all processes, here
                 # The signal may have come to another process: this one then ends with the same exit code.
@@ -125,6 +127,17 @@ def read_ahead(
                 context.stop("input")
                 return
             yield ready, _take(requested, ready.size)
+
+
+def _wait_beside_devices(prefetcher: Prefetcher, context: RunContext) -> None:
+    """Waits for the next chunk while devices work on earlier steps: that time is theirs, and not lost to the input."""
+    if not context.devices_are_busy():
+        return
+    before, seconds = context.stopwatch.switch("device"), _FIRST_SECONDS_TO_LOOK
+    # jax does not tell when devices are done. It looks now and then, so it notices that late by a fifth of the wait.
+    while not prefetcher.wait(seconds) and context.devices_are_busy():
+        seconds *= 1.2
+    context.stopwatch.switch(before)
 
 
 def _take(chunks: collections.deque[Chunk], steps: int) -> Chunk:

@@ -173,6 +173,9 @@ class Training(RunContext):
             self.phase = "step"
         return outputs, reported
 
+    def devices_are_busy(self) -> bool:
+        return self._in_flight.is_busy()
+
     @property
     def ends_at_interrupt(self) -> bool:
         """Whether a Ctrl-C would lose nothing: neither steps, nor one that devices make, nor a checkpoint."""

@@ -22,7 +22,9 @@ from estimator.hooks import _rates
 from estimator.inputs._prefetch import Prefetcher
 from estimator.loop import _context, _flops, _programs, _read_ahead, _stopwatch, _training_log
 from estimator.loop._context import RunContext
+from estimator.loop._programs import InFlight
 from estimator.loop._stopwatch import Stopwatch
+from estimator.loop._train import Training
 from estimator.loop._training_log import TrainingLog, _describe_slowest
 
 PARTS = ["input", "host", "device", "checkpoint", "evaluation", "compilation", "other"]
@@ -135,7 +137,13 @@ def test_log_lines_have_examples_and_the_wait_for_input(tmp_path, messages):
 
 @pytest.mark.parametrize(
     ("reading", "step", "during", "share"),
-    [(1, 3, "the wait", 25), (3, 1, "the wait", 75), (1, 49, "the wait", 2), (2, 3, "a step", 0)],
+    [
+        (1, 3, "the wait", 25),
+        (3, 1, "the wait", 75),
+        (1, 49, "the wait", 2),
+        (2, 3, "a step", 0),
+        (3, 1, "work of devices", 0),
+    ],
 )
 def test_the_wait_for_input_is_what_a_clock_beside_the_input_says(
     tmp_path, messages, monkeypatch, reading, step, during, share
@@ -154,10 +162,24 @@ def test_the_wait_for_input_is_what_a_clock_beside_the_input_says(
             yield X, Y
 
     class Waiting(Prefetcher):
-        def get_unless(self, stopped):
-            if during == "the wait" and now[0]:
+        asked = False
+
+        def ask(self):
+            if now[0] and during != "a step" and not self.asked:
                 may_read.release()
-            return super().get_unless(stopped)
+                self.asked = True
+
+        def wait(self, timeout):
+            if during == "work of devices":
+                self.ask()
+                timeout = 60.0
+            return super().wait(timeout)
+
+        def get_unless(self, stopped):
+            self.ask()
+            ready = super().get_unless(stopped)
+            self.asked = False
+            return ready
 
     class Working(est.Hook):
         def after_run(self, context, values):
@@ -168,10 +190,24 @@ def test_the_wait_for_input_is_what_a_clock_beside_the_input_says(
                 has_read.acquire()
 
     monkeypatch.setattr(_read_ahead, "Prefetcher", Waiting)
+    if during == "work of devices":
+        monkeypatch.setattr(Training, "devices_are_busy", lambda run: True)
     make(tmp_path, log_step_count_steps=10, steps_per_loop=1).train(input_fn, hooks=[Working()])
     lines = [line for line in messages() if "steps/sec" in line]
     assert len(lines) == 3
     assert all(line.endswith(f" {share}% waiting for input)") for line in lines), lines
+
+
+def test_devices_are_busy_until_the_newest_program_is_done():
+    programs = InFlight()
+    assert not programs.is_busy()
+    x = jnp.ones((300, 300))  # the program of a small array would run before its call returns
+    work = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: x @ y / 300, x)).lower(x).compile()
+    outputs = [work(x) for _ in range(3)]
+    programs.add(outputs[-1])
+    assert programs.is_busy()
+    jax.block_until_ready(outputs)
+    assert not programs.is_busy()
 
 
 @pytest.mark.parametrize("seconds", [1e-3, 0.1, 0.5, 1.7, 12])
