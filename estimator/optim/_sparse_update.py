@@ -155,8 +155,8 @@ def takes_rows(
         return True
     from estimator.optim._row_wise import RowRule, row_rule
 
-    rule = row_rule(transformation, tables, slots, params)
     is_lazy = isinstance(made, _Lazy)
+    rule = row_rule(transformation, tables, slots, params, exact=is_lazy)
     if is_lazy and rule is RowRule.WHOLE_TABLE:
         raise ValueError(
             f"`est.lazy` needs a row-wise transformation, but for the one of the optimizer {name!r} "
