@@ -11,14 +11,14 @@ medians over rounds, in which the loops take turns, of a run of 2 n steps less o
 
 Then `train` makes steps of 20 ms behind inputs of images: PNGs of 32x32 in uint8, which are decoded, cropped and
 flipped, 64 in a batch, by a process of grain's or by a generator in the thread; and behind an input that is too slow.
-A table has the share of the time in which it waits, by its log line, and the share in which no step was made: the time
-of the run, less that of its steps where they wait for nothing.
+A table has the share of the time in which it waits while no step is made, by its log line and by Python's profiler.
 """
 
 import argparse
+import cProfile
 import functools
 import io
-import itertools
+import pstats
 import statistics
 import tempfile
 import time
@@ -36,7 +36,6 @@ import estimator as est
 SIZE = 4096
 BATCH = np.ones((32, 16), np.float32)
 IMAGES, BATCH_SIZE, IMAGES_STEP_MS, SLOW_MS = 2048, 64, 20, 40  # of the inputs of images
-STEPS_TO_WARM_UP = 20
 
 
 def sine_chain(w, sines):
@@ -146,29 +145,29 @@ def too_slow(images):
         yield np.zeros((BATCH_SIZE, 32, 32, 3), np.uint8)
 
 
-class Clock(est.Hook):
-    """The time and the wait for input, read after two of the steps."""
+class WaitsForInput(est.Hook):
+    """The share of the time from the first step to a last one in which the loop waits for its input."""
 
-    def __init__(self, *steps):
-        self.steps, self.readings = steps, []
+    def __init__(self, last):
+        self.steps, self.profile, self.readings = (1, last), cProfile.Profile(), []
 
     def next_step(self, step):
         return next((each for each in self.steps if each > step), None)
 
     def after_run(self, context, values):
-        assert values.loss is not None  # the step is done
+        self.profile.disable()
         self.readings.append((time.perf_counter(), context.input_wait))
+        if context.global_step == 1:
+            self.profile.enable()
 
-    def seconds(self):
-        """The seconds from the first reading to the last, on the clock and of waiting."""
+    def as_logged(self):
         (begin, before), (end, after) = self.readings
-        return end - begin, after - before
+        return (after - before) / (end - begin)
 
-
-def timed(estimator, input_fn, steps):
-    clock = Clock(STEPS_TO_WARM_UP, STEPS_TO_WARM_UP + steps)
-    estimator.train(input_fn, hooks=[clock], steps=STEPS_TO_WARM_UP + steps)
-    return clock.seconds()
+    def as_profiled(self):
+        functions = pstats.Stats(self.profile).stats.items()
+        waiting = sum(times[3] for (_, _, name), times in functions if name == "get_unless")
+        return waiting / (self.readings[1][0] - self.readings[0][0])
 
 
 def waiting(make_input, sines, steps):
@@ -181,14 +180,13 @@ def waiting(make_input, sines, steps):
         next(batches)
     alone = (time.perf_counter() - start) / (steps // 4) * 1e3
     del batches  # and its process
-    estimator, batch = estimator_of(sines), np.zeros((BATCH_SIZE, 32, 32, 3), np.uint8)
-    of_steps, _ = timed(estimator, lambda: itertools.repeat(batch), steps)
-    seconds, waited = timed(estimator, lambda: make_input(images), steps)
+    waits = WaitsForInput(steps)
+    estimator_of(sines).train(lambda: make_input(images), hooks=[waits], steps=steps)
     name = {by_grain: "a process of grain's", by_generator: "a generator", too_slow: f"{SLOW_MS} ms of sleep"}[
         make_input
     ]
-    shares = {"waiting, as logged": f"{waited / seconds:.1%}", "without a step": f"{1 - of_steps / seconds:.1%}"}
-    return {"input": name, "alone, ms a batch": alone, "a step, ms": of_steps / steps * 1e3, **shares}
+    shares = {"waiting, as logged": f"{waits.as_logged():.1%}", "as profiled": f"{waits.as_profiled():.1%}"}
+    return {"input": name, "alone, ms a batch": alone, **shares}
 
 
 def main():
