@@ -235,8 +235,11 @@ ABSENT = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
-@pytest.mark.parametrize("head, logits, labels", ABSENT, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "head, logits, labels, wrong",
+    [*((*each, np.nan) for each in ABSENT), *((*each, -np.inf) for each in ABSENT[:2])],
+    ids=lambda x: type(x).__name__,
+)
 def test_a_row_of_weight_zero_is_absent(head, logits, labels, wrong):
     labels, features, there = np.asarray(labels), {"w": np.float32([2, 0, 1])}, np.array([0, 2])
     logits = np.where(np.array([[0], [1], [0]]), np.float32(wrong), logits)
@@ -436,7 +439,7 @@ def test_towers_train_as_one_whatever_the_weights(towers, reduction):
 @pytest.mark.covers("11 weights")
 @pytest.mark.parametrize(
     "towers, reduction, rows",
-    [(n, "weighted_sum_over_batch_size", ROWS) for n in (1, 2, 3, 8)]
+    [(n, "weighted_sum_over_batch_size", ROWS) for n in (1, 8)]
     + [(3, "weighted_sum", ROWS), (3, "weighted_sum_by_nonzero_weights", 43)],  # 43 does not divide by 3
 )
 def test_towers_have_the_losses_and_metrics_of_one_whatever_the_weights(towers, reduction, rows):

@@ -76,6 +76,12 @@ def trained(model_fn, state=None):
     return state, *model.train_loop(state, (x, y))
 
 
+@functools.cache
+def under_a_policy(kind):
+    """The state that training on one device starts from, and what it comes to."""
+    return trained(est.Policy(HALF)(model_fn_of(kind)))
+
+
 def linen_by_hand(state):
     """The losses and variables of a loop whose layers have a dtype."""
 
@@ -108,9 +114,11 @@ def test_a_policy_is_what_flax_computes_with_a_dtype_by_hand(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_computation_is_in_half_precision(kind):
     seen = []
-    state, want, want_spec = trained(model_fn_of(kind))
-    _, got, spec = trained(est.Policy(HALF)(model_fn_of(kind, seen)), state)
+    state, got, spec = under_a_policy(kind)
+    x, y = regression(ROWS)
+    jax.eval_shape(est.transform(est.Policy(HALF)(model_fn_of(kind, seen))).train_step, state, x[0], y[0])
     assert set(map(repr, seen)) == {repr((jnp.dtype(HALF), {jnp.dtype("float32")}))}
+    _, want, want_spec = trained(model_fn_of(kind), state)
     assert {x.dtype for x in jax.tree.leaves((got.variables, got.slots, spec.loss))} == {jnp.dtype("float32")}
     assert (spec.loss != want_spec.loss).all()
     np.testing.assert_allclose(spec.loss, want_spec.loss, rtol=0.05)
@@ -120,7 +128,7 @@ def test_only_the_computation_is_in_half_precision(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_towers_equal_one_big_batch(kind):
-    state, want, want_spec = trained(est.Policy(HALF)(model_fn_of(kind)))
+    state, want, want_spec = under_a_policy(kind)
     _, got, spec = trained(est.Policy(HALF)(replicate(model_fn_of(kind, axis=TOWER_AXIS), 2)), state)
     assert_close(spec.loss[0], want_spec.loss[0])
     # Each tower rounds its gradients to bfloat16, before they are summed in float32.

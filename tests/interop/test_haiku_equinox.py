@@ -135,7 +135,7 @@ def normalized(axis):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2, 4])
+@pytest.mark.parametrize("towers", [1, 4])
 @jax.numpy_dtype_promotion("standard")  # Haiku's batch norm takes a float to the power of an integer
 def test_a_haiku_batch_norm_over_all_towers_equals_one_big_batch(towers):
     batches = regression(ROWS)

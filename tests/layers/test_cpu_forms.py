@@ -14,14 +14,11 @@ from estimator.layers import _cpu_forms
 from estimator.layers._geometry import Geometry
 
 WINDOWS = [  # inputs without the batch and channels, pool_size, strides, padding
-    ((8, 8), (2, 2), (2, 2), "valid"),
     ((9, 7), (2, 2), (2, 2), "same"),
     ((9, 7), (3, 3), (2, 2), "same"),
     ((9, 7), (3, 2), (1, 3), "valid"),
-    ((6, 6), (3, 3), (1, 1), "same"),
     ((6, 5), (1, 1), (2, 2), "valid"),
-    ((5, 40), (1, 30), (1, 1), "valid"),
-    ((4, 70), (2, 66), (1, 1), "valid"),  # too many shifts
+    ((4, 30), (2, 26), (1, 1), "valid"),
 ]
 
 
@@ -37,7 +34,7 @@ def images(spatial, dtype=np.float32):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spatial, size, strides, padding, dtype",
-    [(*window, np.float32) for window in WINDOWS] + [(*WINDOWS[2], jnp.bfloat16), (*WINDOWS[2], np.float16)],
+    [(*window, np.float32) for window in WINDOWS] + [(*WINDOWS[1], jnp.bfloat16), (*WINDOWS[1], np.float16)],
 )
 def test_the_values_and_the_gradient_of_equal_values_are_those_of_xla(spatial, size, strides, padding, dtype):
     x = images(spatial, dtype)
@@ -105,12 +102,15 @@ def test_a_depthwise_convolution_has_the_numbers_and_gradients_of_xla(size, stri
     assert_same_with_gradients(ours, functools.partial(depthwise_by_xla, **window), x, kernel)
 
 
+ADDED, GATHERED = (1, 5), (4, 2)  # the filters and channels for which a transposed convolution has either form
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("filters, channels", [(1, 5), (4, 2)])  # the added form, the gathered one
-@pytest.mark.parametrize("size, strides, dilation, padding", CONVOLUTIONS)
-def test_a_transposed_convolution_has_the_numbers_and_gradients_of_xla(
-    size, strides, dilation, padding, filters, channels
-):
+@pytest.mark.parametrize(
+    "form, window", [(ADDED, 1), (ADDED, 3), (GATHERED, 0), (GATHERED, 1), (GATHERED, 2), (GATHERED, 4)]
+)
+def test_a_transposed_convolution_has_the_numbers_and_gradients_of_xla(form, window):
+    (filters, channels), (size, strides, _, padding) = form, CONVOLUTIONS[window]
     x = jax.random.normal(jax.random.key(0), (2, 4, 5, channels))
     kernel = jax.random.normal(jax.random.key(1), (*size, filters, channels))
     window = {"strides": strides, "padding": padding}
@@ -119,9 +119,9 @@ def test_a_transposed_convolution_has_the_numbers_and_gradients_of_xla(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("filters, channels", [(1, 5), (4, 2)])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_transposed_convolution_rounds_half_precision_once(dtype, filters, channels):
+@pytest.mark.parametrize("dtype, form", [(jnp.bfloat16, ADDED), (jnp.float16, GATHERED)])
+def test_a_transposed_convolution_rounds_half_precision_once(dtype, form):
+    filters, channels = form
     x = jax.random.normal(jax.random.key(0), (2, 4, 5, channels), dtype)
     kernel = jax.random.normal(jax.random.key(1), (3, 3, filters, channels), dtype)
     half = _cpu_forms.convolve_transposed(x, kernel, (2, 2), "SAME")
@@ -131,8 +131,14 @@ def test_a_transposed_convolution_rounds_half_precision_once(dtype, filters, cha
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("data_format", ["channels_first", "channels_last"])
-@pytest.mark.parametrize("strides, dtype", [((1, 1), np.float32), ((2, 3), np.float32), ((2, 1), jnp.bfloat16)])
+@pytest.mark.parametrize(
+    "strides, dtype, data_format",
+    [
+        ((2, 3), np.float32, "channels_first"),
+        ((1, 1), np.float32, "channels_last"),
+        ((2, 1), jnp.bfloat16, "channels_last"),
+    ],
+)
 def test_a_kernel_of_one_place_has_the_numbers_and_gradients_of_xla(strides, data_format, dtype):
     geometry = Geometry.of("conv2d", 2, 1, strides, "same", data_format)
     x = jax.random.normal(jax.random.key(0), (2, 7, 6, 3) if data_format == "channels_last" else (2, 3, 7, 6), dtype)
@@ -144,7 +150,7 @@ def test_a_kernel_of_one_place_has_the_numbers_and_gradients_of_xla(strides, dat
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 3, 5, 4), (0, 3, 4)])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 4), (0, 3, 4)])
 def test_a_product_of_many_dimensions_has_the_numbers_and_gradients_of_xla(shape):
     x, kernel = jax.random.normal(jax.random.key(0), shape), jax.random.normal(jax.random.key(1), (4, 6))
     assert_same_with_gradients(_cpu_forms.multiply, jnp.matmul, x, kernel)
@@ -189,21 +195,24 @@ def test_batches_of_any_size_can_be_exported(ours):
     np.testing.assert_allclose(exported.call(x), ours(x), rtol=1e-5)
 
 
+POOLED, CONVOLVED = (pooled, pooled_by_xla), (convolved, convolved_by_xla)
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("ours, theirs", [(pooled, pooled_by_xla), (convolved, convolved_by_xla)])
 @pytest.mark.parametrize(
-    "derive",
+    "derive, both",
     [
-        lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()),
-        lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (x,))[1],
-        lambda f: lambda x: jax.vmap(jax.grad(jax.remat(f)))(jnp.stack([x, 2 * x])),
+        (lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()), POOLED),
+        (lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()), CONVOLVED),
+        (lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (x,))[1], CONVOLVED),
+        (lambda f: lambda x: jax.vmap(jax.grad(jax.remat(f)))(jnp.stack([x, 2 * x])), CONVOLVED),
     ],
-    ids=["second derivative", "forward of reverse", "vmap of remat"],
+    ids=["second derivative of a pool", "second derivative", "forward of reverse", "vmap of remat"],
 )
-def test_all_transformations_work(derive, ours, theirs):
+def test_all_transformations_work(derive, both):
     with jax.enable_x64(True):  # rounding in float32 is up to 1e-3 of second derivatives
         x = jax.random.normal(jax.random.key(0), (1, 5, 4, 2), jnp.float64)
-        results = [jax.jit(derive(lambda x, f=f: (jnp.sin(f(x)) ** 2).sum()))(x) for f in (ours, theirs)]
+        results = [jax.jit(derive(lambda x, f=f: (jnp.sin(f(x)) ** 2).sum()))(x) for f in both]
         np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-9)
 
 

@@ -112,8 +112,7 @@ def test_the_page_has_every_name_of_the_golden_file():
 
 def test_a_name_of_another_module_is_known_too():
     with pytest.raises(
-        AttributeError,
-        match="'estimator.losses' has no attribute 'AdamOptimizer'; here it is `est.train.Adam",
+        AttributeError, match="'estimator.losses' has no attribute 'AdamOptimizer'; here it is `est.train.Adam"
     ):
         est.losses.AdamOptimizer  # noqa: B018
 

@@ -165,9 +165,8 @@ def test_tables_with_ids_of_their_own_gather_both():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 8])
-def test_tables_that_share_their_ids_train_as_dense_ones_do(towers):
-    assert_same_training(two_tables((9, 30), dense=True), replicate(two_tables((9, 30)), towers), batches())
+def test_tables_that_share_their_ids_train_as_dense_ones_do():
+    assert_same_training(two_tables((9, 30), dense=True), replicate(two_tables((9, 30)), 8), batches())
 
 
 @pytest.mark.quick
@@ -190,7 +189,7 @@ def test_an_id_that_does_not_fit_32_bits_is_no_row(dtype):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32])
 def test_a_sparse_gradient_by_narrow_indices_moves_each_row(dtype):
     def model_fn(features, labels, mode):
         est.get_variable("words", (300, 2), initializer=jax.nn.initializers.zeros)

@@ -118,16 +118,11 @@ def model_of(body, *, devices=0, accumulate_steps=1, computes_gradients=False, *
 
 def names_in_each_mode(model):
     """The names of two training steps, and of an evaluation and a prediction, each traced for itself; the state."""
-    state = model.init(jax.random.key(0), X, Y, mode="train")
-    names = []
-    for _ in range(2):
-        state, spec = jax.jit(lambda state: model.train_step(state, X, Y))(state)
-        names.append(sorted(spec.reported))
-    for rows in (8, 7):  # 7: in two parts
-        names.append(
-            sorted(jax.jit(lambda state, x, y: model.eval_step(state, x, y))(state, X[:rows], Y[:rows]).reported)
-        )
-    names.append(sorted(model.predict_step(state, X).reported))
+    state = model.abstract_init(X, Y, mode="train")
+    steps = [lambda state: model.train_step(state, X, Y)[1] for _ in range(2)]
+    steps += [lambda state, n=rows: model.eval_step(state, X[:n], Y[:n]) for rows in (8, 7)]  # 7: in two parts
+    steps.append(lambda state: model.predict_step(state, X))
+    names = [sorted(jax.eval_shape(step, state).reported) for step in steps]
     return names, sorted(set(state.variables) - {"weight"})
 
 

@@ -26,14 +26,20 @@ RATES = {"global_step/sec", "examples/sec", "input_wait"}
 # Which steps, and which values.
 
 
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """The losses of 230 steps, each read by itself."""
+    hook = Losses()
+    make(tmp_path_factory.mktemp("each"), save_summary_steps=None).train(changing, steps=230, hooks=[hook])
+    return hook.of
+
+
 @pytest.mark.quick
 @pytest.mark.covers("1.3 loss summary")
 @pytest.mark.parametrize("steps_per_loop", [1, 7, "auto"])
-def test_the_loss_of_the_steps_1_101_201_is_written(tmp_path, steps_per_loop):
-    hook = Losses()
-    make(tmp_path / "each", save_summary_steps=None).train(changing, steps=230, hooks=[hook])
+def test_the_loss_of_the_steps_1_101_201_is_written(tmp_path, losses, steps_per_loop):
     make(tmp_path / "run", steps_per_loop=steps_per_loop).train(changing, steps=230)
-    want = {step: hook.of[step] for step in (1, 101, 201)}
+    want = {step: losses[step] for step in (1, 101, 201)}
     assert list(read(tmp_path / "run")) == [1, 101, 201]
     assert read(tmp_path / "run") == pytest.approx(want, rel=1e-5)
     assert scalars(tmp_path / "run")["loss"] == [(s, pytest.approx(v, rel=1e-5)) for s, v in want.items()]

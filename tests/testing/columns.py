@@ -15,9 +15,12 @@ def read(fn, features, variables=()):
         return est.EstimatorSpec(mode, predictions=fn(features))
 
     model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), features, mode="infer")
     given = {name: jnp.asarray(value) for name, value in dict(variables).items()}
-    assert given.keys() <= state.variables.keys(), list(state.variables)
+    like = model.abstract_init(features, mode="infer").variables
+    assert given.keys() <= like.keys(), list(like)
+    # Initial values take time to compile; where all are given, there are none to be made.
+    state = est.State({}, {}, np.int32(0), jax.random.key(0))
+    state = model.init(state.key, features, mode="infer") if given.keys() < like.keys() else state
     state = state._replace(variables={**state.variables, **given})
     return jax.device_get(model.predict_step(state, features).predictions), state.variables
 

@@ -64,9 +64,9 @@ def predicting(predictions_of):
 
 
 def variables_of(body, features):
-    """The initial variables of a model_fn that runs `body(features)`, by name."""
+    """The shapes and dtypes of the variables of a model_fn that runs `body(features)`, by name; it is only traced."""
     model = est.transform(predicting(lambda x: (body(x), x)[1]))
-    return model.init(jax.random.key(0), features, mode="infer").variables
+    return model.abstract_init(features, mode="infer").variables
 
 
 def train_by_hand(params, loss_fn, batches, rest=None):

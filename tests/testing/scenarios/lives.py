@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 import estimator as est
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.inputs._prefetch import Prefetcher
 from testing.estimators import X, Y, endless, make, saved_at, times
@@ -59,6 +61,12 @@ def save_endlessly(directory, step):
     checkpoints = Checkpoints(directory, 2)
     for each in itertools.count(step + 1):
         checkpoints.save(make_state(each))
+
+
+def read_checkpoint(path, name):
+    """Reads an array, without a warning, and says on how many devices there are."""
+    warnings.simplefilter("error")
+    print(jax.device_count(), Checkpoint(path).read(name).tolist())
 
 
 def train_until_killed(model_dir, *trackers):
