@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -12,15 +13,11 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def run(*options):
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "benchmarks/gpu.py", *options]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=1000)
-
-
 @pytest.mark.slow
 def test_the_command_for_a_gpu_runs_on_a_cpu_in_small(tmp_path):
-    done = run("--json", str(tmp_path / "figures.json"))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "benchmarks/gpu.py", "--json", str(tmp_path / "figures.json")]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=1000)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "There is no GPU: jax.default_backend() is 'cpu'." in done.stdout
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
@@ -58,7 +55,11 @@ def test_the_command_for_a_gpu_runs_on_a_cpu_in_small(tmp_path):
 
 
 @pytest.mark.slow
-def test_figures_of_a_cpu_are_not_saved():
-    done = run("--save")
-    assert done.returncode == 2
-    assert "--save is for all figures of a GPU; this is cpu, small." in done.stderr
+def test_figures_of_a_cpu_are_not_saved(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--save"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"), run_name="__main__")
+    assert end.value.code == 2
+    assert "--save is for all figures of a GPU; this is cpu, small." in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_checkpoints_match_a_training_that_waits_for_them(tmp_path):
     for saves_async in (False, True):
         config = {"save_checkpoints_async": saves_async, "save_checkpoints_steps": 2}
         make(tmp_path / str(saves_async), **config).train(times(9))
-    for step in (0, 2, 4, 6, 8, 9)[-5:]:
+    for step in (2, 4, 6, 8, 9):
         one, other = (Checkpoint(str(tmp_path / name / f"ckpt-{step}")).read_all(["*"]) for name in ("False", "True"))
         assert {k: v.tobytes() for k, v in one.items()} == {k: v.tobytes() for k, v in other.items()}
 
@@ -121,13 +121,13 @@ def test_checkpoints_match_a_training_that_waits_for_them(tmp_path):
 def test_trainings_in_threads_match_the_same_trainings_alone(tmp_path):
     def train(where, rate, **config):
         linear = Linear(lambda: optax.adam(rate))
-        return make(tmp_path / where / str(rate), linear, **config).train(endless, steps=300)
+        return make(tmp_path / where / str(rate), linear, **config).train(endless, steps=60)
 
     rates = (0.1, 0.2, 0.3, 0.4)
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        config = {"save_checkpoints_steps": 20, "keep_checkpoint_max": None}
+        config = {"save_checkpoints_steps": 6, "keep_checkpoint_max": None}
         together = [*threads.map(lambda rate: train("threads", rate, **config), rates)]
-    assert [saved_steps(each) for each in together] == [[*range(0, 301, 20)]] * 4
+    assert [saved_steps(each) for each in together] == [[*range(0, 61, 6)]] * 4
     assert all(same_bits(each, train("alone", rate)) for each, rate in zip(together, rates, strict=True))
 
 
@@ -250,9 +250,7 @@ def test_a_full_disk_is_an_error_at_the_next_save_and_the_newest_checkpoint_stay
     ends = []
     hook.end = lambda context: ends.append((type(context.error).__name__, context.global_step))
     path = re.escape(str(tmp_path / "ckpt-6"))
-    message = (
-        rf"(?s)checkpoint of step 6 could not be written to {path}: .*The newest checkpoint is .*ckpt-3\. Look whe"
-    )
+    message = rf"(?s)checkpoint of step 6 could not be written to {path}: .*The newest checkpoint is .*ckpt-3\. Look"
     with full, pytest.raises(CheckpointWriteError, match=message):
         estimator.train(endless, hooks=[hook], max_steps=100)
     assert ends == [("CheckpointWriteError", 9 if saves_async else 6)]
@@ -317,6 +315,8 @@ def test_the_thread_that_writes_has_the_priority_of_the_one_that_trains(tmp_path
 
 def test_the_log_has_nothing_of_orbax(tmp_path, messages, caplog):
     make(tmp_path, save_checkpoints_steps=2).train(times(6))
+    est.load_variable(tmp_path, "w")
+    make(tmp_path).evaluate(times(1))
     assert messages()
     assert [record.pathname for record in caplog.records if "orbax" in record.pathname] == []
 

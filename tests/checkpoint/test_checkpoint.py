@@ -4,8 +4,6 @@ import pathlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -55,18 +53,12 @@ def test_a_relative_directory_stays_relative(tmp_path, monkeypatch):
     assert_same(Checkpoint(path).restore(abstract(make_state())), make_state(1))
 
 
-def test_the_memory_of_a_state_may_be_taken_when_save_returns(tmp_path):
-    state = make_state(3)
-    donate = jax.jit(lambda v: jax.tree.map(lambda x: x * 0, v), donate_argnums=0)
-    path = Checkpoints(tmp_path).save(state)
-    jax.block_until_ready(donate(state.variables))
-    assert_same(Checkpoint(path).restore(abstract(make_state())), make_state(3))
-
-
 @pytest.mark.slow
 @pytest.mark.quick
-@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("d")])
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("spec", "num_devices"),
+    [(PartitionSpec(), 1), (PartitionSpec("d"), 2), (PartitionSpec(), 4), (PartitionSpec("d"), 4)],
+)
 def test_any_number_of_devices_reads_what_eight_wrote(tmp_path, spec, num_devices):
     state = make_state(2)
     eight = NamedSharding(Mesh(jax.devices(), "d"), spec)
@@ -82,22 +74,11 @@ def test_any_number_of_devices_reads_what_eight_wrote(tmp_path, spec, num_device
     assert restored.key.sharding == few
 
 
-READER = """
-import warnings; warnings.simplefilter("error")
-import jax, sys
-jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
-from estimator.checkpoint._checkpoint import Checkpoint
-assert Checkpoint(sys.argv[1]).read("w1").tolist() == [[2, 2]] * 8
-print(Checkpoint(sys.argv[1]).names())
-"""
-
-
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_a_process_with_fewer_devices_reads_what_eight_wrote(tmp_path, num_devices):
+def test_a_process_with_fewer_devices_reads_what_eight_wrote(tmp_path):
     state = jax.device_put(make_state(2), NamedSharding(Mesh(jax.devices(), "d"), PartitionSpec()))
-    command = [sys.executable, "-c", READER, Checkpoints(tmp_path).save(state), str(num_devices)]
-    out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    assert "'w1'" in out.stdout
+    path = Checkpoints(tmp_path).save(state)
+    (ended,) = shared_cluster().run("testing.scenarios.lives.read_checkpoint", path, "w1", processes=1)
+    assert ended.code == 0 and ended.lines[-1] == f"2 {[[2.0, 2.0]] * 8}", ended.lines
 
 
 def test_names_are_readable(tmp_path):
@@ -197,12 +178,11 @@ def test_what_is_not_a_checkpoint_is_an_error(tmp_path, call):
 @pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.covers("3 model_dir", "7 checkpoint GC")
-@pytest.mark.parametrize(("keep_max", "kept"), [(2, [3, 11]), (None, [1, 2, 3, 11]), (0, 4)])
+@pytest.mark.parametrize(("keep_max", "kept"), [(2, [3, 11]), (None, [1, 2, 3, 11]), (0, [1, 2, 3, 11])])
 def test_the_newest_are_kept(tmp_path, keep_max, kept):
     checkpoints = Checkpoints(tmp_path, keep_max)
     for step in [1, 2, 3, 11]:
         checkpoints.save(make_state(step))
-    kept = [1, 2, 3, 11] if kept == 4 else kept
     assert steps_in(tmp_path) == kept
     assert sorted(os.listdir(tmp_path)) == sorted(f"ckpt-{step}" for step in kept)
 
@@ -223,13 +203,10 @@ def steps_in(directory):
 
 @pytest.mark.slow
 @pytest.mark.covers("3 model_dir", "7 checkpoint GC")
-@pytest.mark.parametrize(
-    ("every", "kept"),
-    [(None, [8, 9]), (1, list(range(10))), (2, [0, 2, 4, 6, 8, 9]), (2.5, [0, 3, 6, 8, 9]), (100, [0, 8, 9])],
-)
+@pytest.mark.parametrize(("every", "kept"), [(2, [0, 2, 4, 6, 7]), (2.5, [0, 3, 6, 7]), (100, [0, 6, 7])])
 def test_one_every_n_hours_is_kept_also_by_another_process(tmp_path, every, kept):
-    save_at(Checkpoints(tmp_path / "a", 2, every), range(10))
-    for step in range(10):
+    save_at(Checkpoints(tmp_path / "a", 2, every), range(8))
+    for step in range(8):
         save_at(Checkpoints(tmp_path / "b", 2, every), [step])
     for name in ("a", "b"):
         assert steps_in(tmp_path / name) == kept
@@ -362,9 +339,6 @@ def test_what_cannot_be_written_is_named_with_its_cause(tmp_path):
     message = r"(?s)ckpt-0: ValueError: Cannot save arrays with zero size: .*slots/sgd/empty.*no other checkpoint\.$"
     with pytest.raises(CheckpointWriteError, match=message):
         Checkpoints(tmp_path).save(state._replace(slots={"sgd": {"empty": jnp.zeros((0,))}}))
-
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def newest_step(checkpoints):

@@ -168,6 +168,7 @@ def test_an_older_damaged_checkpoint_ends_no_training(tmp_path, damage, copy_tra
 
 @pytest.mark.quick
 @pytest.mark.slow
+@few_damages
 def test_training_never_begins_anew_beside_damaged_checkpoints(tmp_path, damage, copy_trained):
     harm, reason = damage
     copy_trained(tmp_path, 2)

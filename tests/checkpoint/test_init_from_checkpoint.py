@@ -11,7 +11,7 @@ import pytest
 from testing.towers import one_step, replicate, started
 
 import estimator as est
-from replicate import BlockSync, TowerOptimizer, VariableDistribution
+from replicate import BlockSync, TowerOptimizer
 
 TENSORFLOW = pathlib.Path(__file__).parents[1] / "golden" / "tf_checkpoint"
 X = np.ones((8, 80), np.float32)
@@ -106,14 +106,14 @@ def test_the_state_of_an_optimizer_begins_with_the_values_too(early):
     np.testing.assert_array_equal(state.slots["optimizer"].z["new/dense/kernel"], there("dense/kernel"))
 
 
-PLACEMENTS = [*({"variable_distribution": each} for each in VariableDistribution), {"devices_per_tower": 2}]
+# Copies, parts, one of each on a device that may be another; and towers of two devices, and of variables of their own.
+PLACEMENTS = [{"variable_distribution": each} for each in ("mirrored", "sharded", "shared_round_robin")]
+PLACEMENTS += [{"devices_per_tower": 2}, {"block_sync": BlockSync(2)}]
 
 
 @pytest.mark.slow
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "options", [*PLACEMENTS, {"block_sync": BlockSync(2)}], ids=lambda each: str(*each.values()).split("(")[0]
-)
+@pytest.mark.parametrize("options", PLACEMENTS, ids=lambda each: str(*each.values()).split("(")[0])
 def test_it_works_in_towers_wherever_variables_are(options):
     model, state = started(replicate(model_of(TENSORFLOW, MAPS["scope"]), 4, **options), X, Y)
     for name in ("dense/kernel", "dense/bias"):

@@ -33,11 +33,8 @@ def test_each_checkpoint_is_listed_with_step_time_bytes_and_pin(tmp_path):
     assert infos[-1]._fields == ("path", "step", "time", "bytes", "pinned", "damage")
 
 
-def test_a_directory_without_checkpoints_has_none(tmp_path):
+def test_a_directory_without_checkpoints_has_none_and_one_that_is_not_there_is_an_error(tmp_path):
     assert est.checkpoints(tmp_path) == []
-
-
-def test_a_directory_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"There is no directory '.*/missing'. Give the `model_dir` of an Esti"):
         est.checkpoints(tmp_path / "missing")
 

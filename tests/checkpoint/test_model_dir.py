@@ -199,7 +199,7 @@ def test_a_training_that_removes_checkpoints_does_not_disturb_readers(tmp_path):
     start("endless_training", tmp_path, 1)
     estimator = make(tmp_path)
     steps, rounds = set(), 0
-    while len(steps) < 10 or rounds < 10:
+    while len(steps) < 6 or rounds < 6:
         rounds += 1
         assert shared_cluster().is_alive()
         steps.add(estimator.evaluate(times(1))["global_step"])
@@ -230,12 +230,7 @@ def test_evaluations_at_once_do_not_disturb_each_other(tmp_path):
 
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict", "get_variable_names"])
 def test_checkpoints_of_tensorflow_are_not_passed_over(tmp_path, verb):
-    for name in (
-        "checkpoint",
-        "model.ckpt-9999.index",
-        "model.ckpt-20000.index",
-        "model.ckpt-20000.data-00000-of-00001",
-    ):
+    for name in ("checkpoint", "model.ckpt-9.index", "model.ckpt-20000.index", "model.ckpt-20000.data-00000-of-00001"):
         (tmp_path / name).touch()
     args = [] if verb.startswith("get") else [times(1)]
     message = r"holds checkpoints of TensorFlow, such as 'model.ckpt-20000.index'.* `est.init_from_checkpoint\("
@@ -375,10 +370,3 @@ def test_a_file_in_the_place_of_the_evaluation_is_an_error_at_the_door(tmp_path)
         estimator.evaluate(endless)
     assert os.listdir(tmp_path) == ["eval"]
     assert estimator.train(times(1)).evaluate(times(1), name="other")["global_step"] == 1
-
-
-def test_orbax_adds_nothing_to_the_log(tmp_path, messages):
-    estimator = make(tmp_path).train(times(1))
-    est.load_variable(tmp_path, "w")
-    assert estimator.evaluate(times(1))["global_step"] == 1 and messages()
-    assert not [text for text in messages() if "Handler" in text or "concurrent" in text]

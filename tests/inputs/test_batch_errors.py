@@ -69,10 +69,16 @@ def outcomes_of_numpy(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [0, 1, 4])
-@pytest.mark.parametrize("where", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(
+    ("towers", "where"),
+    [
+        (0, "changing devices"),
+        (1, "mesh of others"),
+        *((4, where) for where in PLACES),
+    ],
+)
 def test_batches_are_moved_to_the_devices_of_the_model(tmp_path, outcomes_of_numpy, towers, where):
-    placed = [jax.device_put((X, TWO_COLUMNS), where(i)) for i in range(6)]
+    placed = [jax.device_put((X, TWO_COLUMNS), PLACES[where](i)) for i in range(6)]
     got = outcomes(make(tmp_path, replicate(first_column, towers)), lambda: placed)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, outcomes_of_numpy(towers))
 
@@ -104,8 +110,10 @@ def all_of(estimator, verb, input_fn):
 
 @pytest.mark.quick
 @pytest.mark.covers("1.6 one structure for all batches")
-@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
-@pytest.mark.parametrize(("first", "later", "difference"), LATER)
+@pytest.mark.parametrize(
+    ("verb", "first", "later", "difference"),
+    [*(("train", *row) for row in LATER), ("evaluate", *LATER[0]), ("predict", *LATER[3])],
+)
 def test_a_later_batch_that_the_model_fn_cannot_take_is_named(tmp_path, verb, first, later, difference):
     estimator = make(tmp_path, by_key)
     labels = Y[: len(jax.tree.leaves(later)[0])]
@@ -119,8 +127,7 @@ def test_a_later_batch_that_the_model_fn_cannot_take_is_named(tmp_path, verb, fi
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
-@pytest.mark.parametrize("towers", [0, 2])
+@pytest.mark.parametrize(("verb", "towers"), [("train", 0), ("train", 2), ("evaluate", 0), ("predict", 2)])
 def test_errors_of_jax_and_of_dicts_are_explained_too(tmp_path, verb, towers):
     fn = replicate(needs_a, towers)
     for later, cause in ((B, KeyError), ({"a": X[:, :1]}, TypeError)):
@@ -166,8 +173,7 @@ def test_labels_may_come_with_no_features(tmp_path):
 
 @pytest.mark.quick
 @pytest.mark.covers("1.6 keys of features")
-@pytest.mark.parametrize("towers", [0, 2])
-@pytest.mark.parametrize("keys", [(1, 2), (("a", 1), ("b", 2))])
+@pytest.mark.parametrize(("towers", "keys"), [(0, (1, 2)), (2, (("a", 1), ("b", 2)))])
 def test_keys_of_features_may_be_of_any_kind_that_sorts(tmp_path, towers, keys):
     _, _, rows = outcomes(make(tmp_path, replicate(by_key, towers)), times(3, (dict.fromkeys(keys, X), Y)))
     assert len(rows) == 12

@@ -169,7 +169,7 @@ def test_a_training_that_stopped_ends_as_one_that_did_not(tmp_path, strategy):
     input_fn = make(write(tmp_path), 4, features, label_key="id", num_epochs=3, shuffle_buffer_size=9, seed=7)
 
     def train(name, *steps):
-        config = est.RunConfig(str(tmp_path / name), save_checkpoints_steps=1, train_distribute=strategy)
+        config = est.RunConfig(str(tmp_path / name), train_distribute=strategy)
         for max_steps in steps:
             est.Estimator(model_fn, config=config).train(input_fn, max_steps=max_steps)
         return values(est.Estimator(model_fn, config=config))

@@ -159,9 +159,7 @@ def test_features_may_have_names_that_are_words_of_python(tmp_path):
     "names, one", [(("a b", "a/b"), "a_b"), (("B", "b"), "b"), (("class", "features_class"), "features_class")]
 )
 def test_features_whose_names_become_one_are_refused(tmp_path, names, one):
-    with pytest.raises(
-        ValueError, match=f"features have the name '{one}' in a SavedModel, .*: '{names[1]}' is the sec"
-    ):
+    with pytest.raises(ValueError, match=f"features have the name '{one}' in a SavedModel, .*: '{names[1]}' is the"):
         export_named(tmp_path, names)
     assert not (tmp_path / "exports").exists()
 

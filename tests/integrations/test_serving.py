@@ -141,7 +141,8 @@ def test_the_answer_to_serialized_examples_is_what_predict_gives_for_the_parsed_
         assert file.read().splitlines() == STATES
     check_servable(path, SIGNATURES[kind])
     loaded = tf.saved_model.load(path).signatures
-    for rows in (ROWS, ROWS[1:2], ROWS[3:], [*ROWS, *ROWS, ROWS[0]]):
+    # How examples are parsed is the same for all models.
+    for rows in [[*ROWS, *ROWS, ROWS[0]], *([ROWS, ROWS[1:2], ROWS[3:]] if kind == "classifier" else [])]:
         [want] = estimator.predict(lambda rows=rows: parse(rows, columns), yield_single_examples=False)
         examples = tf.constant([serialize(row) for row in rows])
         for name, method in SIGNATURES[kind].items():
@@ -287,17 +288,9 @@ def test_what_an_export_cannot_take_is_refused_at_the_door(tmp_path):
     for call, error, message in (
         (lambda: estimator.export_saved_model("e", None), ValueError, r"^An input_receiver_fn must be defined\.$"),
         (lambda: estimator.export_saved_model("e", fn, as_text=True), ValueError, "writes no text; got as_text=True"),
-        (
-            lambda: estimator.export_saved_model("e", {"x": 1}),
-            TypeError,
-            "`export_saved_model` needs a serving_input_r",
-        ),
+        (lambda: estimator.export_saved_model("e", {"x": 1}), TypeError, "`export_saved_model` needs a serving_in"),
         (lambda: estimator.export_model("e", fn, format="jax"), ValueError, 'is for `format="saved_model"`'),
-        (
-            lambda: estimator.export_model("e", fn, batch_size=3),
-            ValueError,
-            "its builder `default_batch_size=3` instead",
-        ),
+        (lambda: estimator.export_model("e", fn, batch_size=3), ValueError, "its builder `default_batch_size=3` inst"),
     ):
         with pytest.raises(error, match=message):
             call()

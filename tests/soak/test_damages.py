@@ -88,7 +88,7 @@ def assert_sound(run, expected, path):
 
 
 @pytest.mark.slow
-def test_no_damage_of_a_checkpoint_gives_other_values(tmp_path, count=6, seed=1):
+def test_no_damage_of_a_checkpoint_gives_other_values(tmp_path, count=4, seed=1):
     """With more of `count`, a soak."""
     rng = random.Random(seed)
     whole, base, copy = (pathlib.Path(tmp_path, name) for name in ("whole", "base", "copy"))
@@ -119,7 +119,7 @@ def is_sound(path):
 
 
 @pytest.mark.slow
-def test_a_training_that_is_killed_and_damaged_again_and_again_ends_as_one_that_was_not(tmp_path, secs=20, seed=1):
+def test_a_training_that_is_killed_and_damaged_again_and_again_ends_as_one_that_was_not(tmp_path, secs=5, seed=1):
     """With more of `secs`, a soak; prints the numbers of kills and damages."""
     rng, soak, end, count = random.Random(seed), Soak(tmp_path, seed), time.monotonic() + secs, 0
 
