@@ -118,13 +118,7 @@ def test_evaluations_are_read_from_eval_dir(tmp_path):
 
 
 def test_the_names_of_tensorflow_are_there():
-    for name in (
-        "make_early_stopping",
-        "stop_if_higher",
-        "stop_if_lower",
-        "stop_if_no_increase",
-        "stop_if_no_decrease",
-    ):
+    for name in "make_early_stopping stop_if_higher stop_if_lower stop_if_no_increase stop_if_no_decrease".split():
         assert getattr(est.experimental, f"{name}_hook") is getattr(est, f"{name}_hook")
 
 

@@ -249,10 +249,9 @@ def towers(optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distribution", ["MIRRORED", "SHARED_LOCAL_PARAMETER_SERVER"])
-def test_two_towers_find_what_one_device_finds(tmp_path, distribution):
+def test_two_towers_find_what_one_device_finds(tmp_path):
     one = make(tmp_path / "one", towers(est.Optimizer(optax.sgd(0.01))))
-    devices, kind = ["/cpu:0", "/cpu:1"], VariableDistribution[distribution]
+    devices, kind = ["/cpu:0", "/cpu:1"], VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER
     model_fn = towers(TowerOptimizer(optax.sgd(0.01)))
     two = make(tmp_path / "two", replicate_model_fn(model_fn, devices=devices, variable_distribution=kind))
     for estimator in (one, two):

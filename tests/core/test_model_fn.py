@@ -180,7 +180,7 @@ def bad(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=[None, 1, 2], ids=["plain", "replicated", "in towers"])
+@pytest.fixture(scope="module", params=[None, 2], ids=["plain", "in towers"])
 def warm(request):
     """A model_fn, its transform after a step in each mode, and a state."""
     model_fn = replicate(linear, request.param)
@@ -258,7 +258,7 @@ def test_batches_that_do_not_stack_are_trained_on_one_by_one(tmp_path, as_array,
 
 @pytest.mark.quick
 @pytest.mark.covers("2 train_op of another graph")
-@pytest.mark.parametrize("towers", [None, 1, 2])
+@pytest.mark.parametrize("towers", [None, 2])
 @pytest.mark.parametrize("keeps", ["the first alone", "each", "gradients"])
 def test_a_train_op_of_another_run_is_an_error(keeps, towers):
     kept = []

@@ -295,9 +295,7 @@ def with_gap(features, labels=Y):
 
 GAP = np.where(X == 5, np.nan, X)
 GAPS = {
-    "feature": (with_gap(GAP), "features['b'] holds 1 NaN, in row 2"),
     "array of jax": (with_gap(jnp.asarray(GAP)), "features['b'] holds 1 NaN, in row 2"),
-    "label": (with_gap(X, GAP[:, 1:]), "labels holds 1 NaN, in row 2"),
     "both": (
         with_gap(GAP, np.where(Y % 8 > 4, np.nan, Y)),
         "features['b'] holds 1 NaN, in row 2; labels holds 2 NaN, in rows 1 and 3",

@@ -116,7 +116,7 @@ def record_of_each_tower(features, labels):
 
 @pytest.mark.parametrize(
     ("towers", "micro_batches", "options"),
-    [(0, 1, {}), (1, 1, {}), (2, 1, {}), (4, 1, {}), (2, 2, {}), (2, 1, {"block_sync": BlockSync(2)})],
+    [(0, 1, {}), (4, 1, {}), (2, 2, {}), (2, 1, {"block_sync": BlockSync(2)})],
 )
 def test_a_value_of_each_tower_is_an_array_over_towers(towers, micro_batches, options, tmp_path, messages):
     model_fn = minimizing(record_of_each_tower, optax.sgd(0.0), accumulate_steps=micro_batches)
@@ -263,7 +263,7 @@ def test_results_calls_and_logs_match_one_step_at_a_time(tmp_path, messages):
     assert shown == [f"step = {n}" for n in (1, 6, 12, 18, 24, 26)]
     # Of the steps 1, 9, 17, 25; and 26, the second run's first.
     assert sum(line.startswith("mean") for line in want[3]) == 5
-    for steps_per_loop in (3, 7, 20, "auto", "0.5s"):
+    for steps_per_loop in (3, "auto", "0.5s"):
         got = trained(tmp_path / str(steps_per_loop), steps_per_loop, messages)
         assert got[3:5] == want[3:5], steps_per_loop
         assert jax.tree.structure(got) == jax.tree.structure(want)

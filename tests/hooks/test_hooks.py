@@ -178,10 +178,9 @@ def test_request_stop_lets_others_see_the_step_and_makes_no_further_one(unsaved,
 
 @pytest.mark.covers("1.3 stop")
 @pytest.mark.parametrize("moment", ["begin", "after_create_state", "before_run", "after_run", "end"])
-def test_stop_iteration_in_a_hook_is_an_error_of_the_hook(tmp_path, calls, moment):
+def test_stop_iteration_in_a_hook_is_an_error_of_the_hook(unsaved, calls, moment):
     hook = Noted("user", calls, **{moment: raising(StopIteration)})
-    estimator = make(tmp_path)
-    for run in (estimator.train, estimator.evaluate, lambda *args, **kwargs: list(estimator.predict(*args, **kwargs))):
+    for run in (unsaved.train, unsaved.evaluate, lambda *args, **kwargs: list(unsaved.predict(*args, **kwargs))):
         with pytest.raises(RuntimeError, match=rf"Noted.*\.{moment} raised StopIteration, perhaps by `next` of"):
             run(times(2), hooks=[hook])
 

@@ -53,9 +53,9 @@ def last_function(error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wanted", [4, 6, 7])
+@pytest.mark.parametrize("wanted", [4, 6])
 def test_training_raises_the_error_of_its_input(tmp_path, wanted, messages):
-    for n in range(wanted + 2):
+    for n in (0, 1, wanted - 1, wanted, wanted + 1):
         estimator = make(tmp_path / str(n), steps_per_loop=3)
         if n >= wanted:
             estimator.train(lambda n=n: failing(n, ENDS["an error"]), steps=wanted)
@@ -98,11 +98,11 @@ def test_a_generator_that_lets_a_stop_iteration_out_is_an_error(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("wanted", [4, 20, None])
+@pytest.mark.parametrize("wanted", [4, None])
 def test_evaluation_and_prediction_raise_the_error_of_their_input(tmp_path, wanted):
     estimator = make(tmp_path)
     estimator.train(lambda: failing(1, None))
-    for n in range(6):
+    for n in (0, 3, 4):
         if wanted is not None and n >= wanted:
             assert estimator.evaluate(lambda n=n: failing(n, ENDS["an error"]), steps=wanted)["label"] == np.mean(Y)
             continue

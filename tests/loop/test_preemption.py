@@ -52,8 +52,7 @@ def in_thread(call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_loop", [1, 4, "auto"])
-@pytest.mark.parametrize("towers", [1, 4])
+@pytest.mark.parametrize(("towers", "steps_per_loop"), [(4, 1), (1, 4), (4, "auto")])
 @pytest.mark.usefixtures("users_compiler")
 def test_a_run_ended_by_a_signal_or_by_another_thread_resumes_as_if_uninterrupted(tmp_path, towers, steps_per_loop):
     def estimator(name):
@@ -84,9 +83,9 @@ def test_a_run_ended_by_a_signal_or_by_another_thread_resumes_as_if_uninterrupte
 
 
 @pytest.mark.quick
-@pytest.mark.slow
-@pytest.mark.parametrize("old", [None, signal.SIG_IGN, lambda *_: None])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "old"), [(signal.SIGTERM, None), (signal.SIGTERM, lambda *_: None), (signal.SIGINT, signal.SIG_IGN)]
+)
 def test_after_every_run_the_old_handler_is_back(tmp_path, number, old):
     estimator = make(tmp_path)
     within, default = [], signal.getsignal(number)
@@ -103,7 +102,6 @@ def test_after_every_run_the_old_handler_is_back(tmp_path, number, old):
     assert (within == [old]) == (not is_default)
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("first", [0, 1])
 def test_after_predictions_read_in_turns_the_old_handler_is_back(tmp_path, first):
@@ -250,10 +248,15 @@ def test_an_input_that_blocks_ends_in_a_thread_that_is_asked_to_stop(tmp_path):
     assert saved_steps(make(tmp_path)) == [0, 3]
 
 
-@pytest.mark.slow
 @pytest.mark.quick
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, lambda *_: est.request_stop()])
-@pytest.mark.parametrize("stop", [terminate, est.request_stop])
+@pytest.mark.parametrize(
+    ("handler", "stop"),
+    [
+        (signal.SIG_DFL, terminate),
+        (signal.SIG_DFL, est.request_stop),
+        (lambda *_: est.request_stop(), terminate),
+    ],
+)
 def test_a_prediction_whose_input_blocks_in_the_main_thread_ends_when_it_is_asked_to_stop(tmp_path, handler, stop):
     closed, predicted, blocks = [], threading.Event(), threading.Event()
 
@@ -309,8 +312,7 @@ def interrupted(error, at):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_new", [False, True], ids=["same Estimator", "new Estimator"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("broken")])
+@pytest.mark.parametrize(("error", "is_new"), [(KeyboardInterrupt(), True), (ValueError("broken"), False)])
 @pytest.mark.usefixtures("users_compiler")
 def test_an_error_ends_hooks_and_saves_nothing_and_training_resumes_before_it(tmp_path, error, is_new):
     config = {"save_checkpoints_steps": 4, "steps_per_loop": 2}
@@ -330,7 +332,6 @@ def test_an_error_ends_hooks_and_saves_nothing_and_training_resumes_before_it(tm
     assert same_bits(estimator.train(rows(), max_steps=16), whole)
 
 
-@pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
 def test_ctrl_c_ends_the_hooks_of_other_runs(tmp_path, verb):

@@ -42,16 +42,14 @@ def seen(estimator):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("steps_per_loop", [1, 3])
 @pytest.mark.parametrize(
-    ("source", "how", "goes_on"),
+    ("source", "how", "goes_on", "steps_per_loop"),
     [
-        (Numbers, "position", True),
-        (Numbers, "count", True),
-        (Numbers, None, False),
-        (generator, "position", False),
-        (generator, "count", True),
-        (generator, None, False),
+        (Numbers, "position", True, 3),
+        (Numbers, "count", True, 1),
+        (Numbers, None, False, 1),
+        (generator, "position", False, 1),
+        (generator, "count", True, 3),
     ],
 )
 def test_the_input_resumes_as_the_config_says(tmp_path, source, how, goes_on, steps_per_loop):
@@ -98,10 +96,9 @@ def test_what_was_read_ahead_is_read_again(tmp_path, ends):
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "how"), [(Numbers, "position"), (generator, "count")])
 def test_after_the_end_of_the_input_it_begins_again(tmp_path, source, how):
-    for times in (1, 2):
-        assert seen(new(tmp_path, resume_input=how).train(source)) == [times] * N
-    assert seen(new(tmp_path, resume_input=how).train(source, steps=2)) == [3, 3] + [2] * 10
-    assert seen(new(tmp_path, resume_input=how).train(source)) == [3] * N
+    assert seen(new(tmp_path, resume_input=how).train(source)) == [1] * N
+    assert seen(new(tmp_path, resume_input=how).train(source, steps=2)) == [2, 2] + [1] * 10
+    assert seen(new(tmp_path, resume_input=how).train(source)) == [2] * N
 
 
 @pytest.mark.quick
@@ -149,9 +146,9 @@ def test_a_second_train_that_failed_is_resumed_if_it_has_saved(tmp_path, how):
 @pytest.mark.quick
 @pytest.mark.parametrize("how", ["position", "count"])
 def test_a_process_that_begins_where_another_has_made_all_steps_of_an_epoch_begins_the_next(tmp_path, how):
-    for last in (N, 2 * N, 3 * N):
+    for last in (N, 2 * N):
         new(tmp_path, resume_input=how).train(Numbers, max_steps=last)
-    assert seen(new(tmp_path)) == [3] * N
+    assert seen(new(tmp_path)) == [2] * N
 
 
 @pytest.mark.quick
@@ -243,7 +240,7 @@ def test_a_run_says_once_that_its_input_would_begin_again(tmp_path, messages, so
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("max_steps", "line"), [(9, 1), (5, 0), (4, 0)])
+@pytest.mark.parametrize(("max_steps", "line"), [(9, 1), (5, 0)])
 def test_it_says_so_before_the_first_step_of_a_run_that_saves_before_its_last(tmp_path, messages, max_steps, line):
     said = []
 

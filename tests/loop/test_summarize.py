@@ -92,8 +92,7 @@ def test_a_tower_has_the_variables_and_its_part_of_the_work():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("mode", ["eval", "infer"])
-@pytest.mark.parametrize("towers", [None, 2])
+@pytest.mark.parametrize(("mode", "towers"), [("eval", None), ("infer", 2)])
 def test_other_modes_have_no_slots_and_less_work(mode, towers):
     wrapped = replicate_model_fn(model_fn, devices=cpus(towers)) if towers else model_fn
     training = est.summarize(wrapped, FEATURES, LABELS, params=PARAMS)

@@ -32,19 +32,21 @@ def clipped_by_hand(steps, max_norm):
     return params, norms
 
 
-PLACES = [
-    (1, {}, {}),
-    (4, {}, {}),
-    (2, {"accumulate_steps": 2}, {}),
-    (2, {"loss_scale": est.DynamicLossScale(2.0**10)}, {}),
-    (4, {}, {"variable_distribution": VariableDistribution.SHARDED}),
-    (2, {}, {"variable_distribution": VariableDistribution.SHARED_ROUND_ROBIN}),
-]
+SHARDED, IN_TURN = (
+    {"variable_distribution": each} for each in (VariableDistribution.SHARDED, VariableDistribution.SHARED_ROUND_ROBIN)
+)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "max_norm, towers, options, where", [*((1.0, *place) for place in PLACES), (1e6, *PLACES[1]), (None, *PLACES[4])]
+    "max_norm, towers, options, where",
+    [
+        (1.0, 2, {"accumulate_steps": 2, "loss_scale": est.DynamicLossScale(2.0**10)}, {}),
+        (1.0, 4, {}, SHARDED),
+        (1.0, 2, {}, IN_TURN),
+        (1e6, 4, {}, {}),
+        (None, 4, {}, SHARDED),
+    ],
 )
 def test_the_norm_is_of_the_gradients_of_the_whole_batch(max_norm, towers, options, where):
     optimizer = optax.chain(est.clip_by_global_norm(max_norm), optax.sgd(0.1))

@@ -139,10 +139,9 @@ def test_errors_say_which_rates_there_are_and_what_to_write():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_loop", [1, 4])
 @pytest.mark.usefixtures("users_compiler")
-def test_a_hook_sets_rates_without_compiling_and_the_run_resumes_exactly(steps_per_loop, tmp_path, compilations):
-    config = {"steps_per_loop": steps_per_loop, "save_summary_steps": 1, "save_checkpoints_steps": 4}
+def test_a_hook_sets_rates_without_compiling_and_the_run_resumes_exactly(tmp_path, compilations):
+    config = {"steps_per_loop": 4, "save_summary_steps": 1, "save_checkpoints_steps": 4}
     hooks = lambda: [est.SetLearningRateHook(by_step, every_n_steps=8)]  # noqa: E731
     straight = make(str(tmp_path / "a"), injected(), **config).train(endless, hooks(), steps=4)
     compiled = len(compilations)

@@ -48,20 +48,20 @@ DEBIASED = [0.1 / 0.1, 0.29 / 0.19, 0.661 / 0.271, 1.3949 / 0.3439, 2.85541 / 0.
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers", [0, 1, 4])
-@pytest.mark.parametrize(("zero_debias", "want"), [(False, PLAIN), (True, DEBIASED)])
-def test_the_average_of_a_loss_is_tensorflows_on_any_number_of_towers(zero_debias, want, towers):
+@pytest.mark.parametrize(
+    ("towers", "zero_debias", "want"), [(0, True, DEBIASED), (4, True, DEBIASED), (4, False, PLAIN)]
+)
+def test_the_average_of_a_loss_is_tensorflows_on_any_number_of_towers(towers, zero_debias, want):
     np.testing.assert_allclose(averages_of(replicate(model_of(zero_debias=zero_debias), towers)), want, rtol=2e-6)
 
 
-@pytest.mark.parametrize("towers", [1, 4])
-def test_num_updates_makes_it_faster_in_the_beginning(towers):
+def test_num_updates_makes_it_faster_in_the_beginning():
     want = [0.0]
     for step, mean in enumerate(MEANS):
         decay = min(0.2, (1 + step) / (10 + step))
         want.append(decay * want[-1] + (1 - decay) * mean)
     model_fn = model_of(decay=0.2, num_updates=est.global_step)
-    np.testing.assert_allclose(averages_of(replicate(model_fn, towers)), want[1:], rtol=2e-6)
+    np.testing.assert_allclose(averages_of(replicate(model_fn, 4)), want[1:], rtol=2e-6)
 
 
 def test_a_debiased_average_of_a_constant_is_that_constant():

@@ -83,7 +83,6 @@ def outputs_of(variables, x=X):
 
 
 CASES = [
-    ("schedule_free_adamw", 1, "mirrored"),
     ("schedule_free_adamw", 4, "mirrored"),
     ("schedule_free_sgd", 4, "sharded"),
     ("average", 4, "shared_round_robin"),
