@@ -30,8 +30,6 @@ from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate
 from replicate.cross_tower_ops import AllReduce, CollectiveAllReduce, MultiWorkerAllReduce
 
 SERVER, ROUND_ROBIN = VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER, VariableDistribution.SHARED_ROUND_ROBIN
-BATCHES = regression(24)
-FIRST = [x[0] for x in BATCHES]
 WEIGHTED = {
     "weighted sum": est.Reduction.SUM,
     "weighted mean": est.Reduction.MEAN,
@@ -39,7 +37,11 @@ WEIGHTED = {
     "nonzero weights": est.Reduction.SUM_BY_NONZERO_WEIGHTS,
 }
 REDUCTIONS = testing.towers.REDUCTIONS | WEIGHTED
-OPTIMIZERS = testing.towers.OPTIMIZERS | {"slow sgd": lambda: optax.sgd(0.02)}
+OPTIMIZERS = testing.towers.OPTIMIZERS | {
+    "slow sgd": lambda: optax.sgd(0.02),
+    # Slots that show the size of gradients, a norm over all variables, and a weight decay.
+    "mixed": lambda: optax.chain(optax.trace(0.9), optax.clip_by_global_norm(0.1), optax.adamw(0.02)),
+}
 
 
 def weighted(features, labels):
@@ -51,6 +53,7 @@ def weighted(features, labels):
 
 
 BATCHES = weighted(*regression(24))
+FIRST = [x[0] for x in BATCHES]
 
 
 class Runner(NamedTuple):
@@ -81,45 +84,42 @@ def wide_towers(number, devices, **optimizer):
     return towers(number * devices, 1 / devices, optimizer, devices_per_tower=devices)
 
 
-def micro_batches(number, steps):
-    return towers(number, optimizer={"accumulate_steps": steps})
-
-
 def scaled(runner):
     """The slots that a loss scale wraps are compared."""
     options = runner.options | {"loss_scale": est.DynamicLossScale(8.0)}
     return runner._replace(options=options, slots=lambda slots: slots["optimizer"].inner)
 
 
-OPS = {
-    "ring": AllReduce("ring"),
-    "halving": AllReduce("recursive_halving_doubling", num_packs=3),
-    "tree": AllReduce("tree", num_packs=0),
-    "hierarchical": AllReduce("hierarchical", num_packs=0, agg_small_grads_max_bytes=16),
-    "scatter": AllReduce("reduce_scatter_gather"),
-    "two levels": AllReduce("ring/psum", num_packs=2),
-    "by size": MultiWorkerAllReduce([("psum", 1, 16), ("ring", 2, None)], num_packs=1),
-    "in chunks": CollectiveAllReduce(2),
+OPS = {  # and the number of towers
+    "ring": (AllReduce("ring"), 4),
+    "halving": (AllReduce("recursive_halving_doubling", num_packs=3), 3),
+    "tree": (AllReduce("tree", num_packs=0), 4),
+    "hierarchical": (AllReduce("hierarchical", num_packs=0, agg_small_grads_max_bytes=16), 4),
+    "scatter": (AllReduce("reduce_scatter_gather"), 4),
+    "two levels": (AllReduce("ring/psum", num_packs=2), 4),
+    "by size": (MultiWorkerAllReduce([("psum", 1, 16), ("ring", 2, None)], num_packs=1), 4),
+    "in chunks": (CollectiveAllReduce(2), 4),
 }
 RUNNERS = {
     **{f"{n} towers": towers(n) for n in (1, 3, 4, 8)},
     "sharded": towers(4, 0.25, variable_distribution=VariableDistribution.SHARDED),
     "server": towers(4, variable_distribution=SERVER),
     "round robin": towers(4, variable_distribution=ROUND_ROBIN),
-    **{f"{name}, 4 towers": towers(4, cross_tower_ops=ops) for name, ops in OPS.items()},
-    **{f"{name}, 3 towers": towers(3, cross_tower_ops=OPS[name]) for name in ("ring", "halving", "tree")},
-    "tree, micro-batches": towers(4, optimizer={"accumulate_steps": 3}, cross_tower_ops=OPS["tree"]),
+    **{name: towers(number, cross_tower_ops=ops) for name, (ops, number) in OPS.items()},
     "sharded, ring": towers(
         4, 0.25, variable_distribution=VariableDistribution.SHARDED, cross_tower_ops=AllReduce("ring", num_packs=2)
     ),
-    **{f"{n} of {m} devices": wide_towers(n, m) for n, m in ((2, 4), (1, 8), (3, 2))},
-    **{f"{n} towers, {m} micro-batches": micro_batches(n, m) for n, m in ((1, 3), (2, 2), (4, 3))},
+    "2 of 4 devices": wide_towers(2, 4),
+    "1 of 8 devices": wide_towers(1, 8),
+    "3 of 2 devices, micro-batches, a loss scale": scaled(wide_towers(3, 2, accumulate_steps=4)),
+    "1 tower, 3 micro-batches": towers(1, optimizer={"accumulate_steps": 3}),
+    "2 towers, 2 micro-batches": towers(2, optimizer={"accumulate_steps": 2}),
+    "4 towers, 3 micro-batches, tree": towers(4, optimizer={"accumulate_steps": 3}, cross_tower_ops=OPS["tree"][0]),
     "2 towers, a loss scale": scaled(towers(2)),
     "4 towers on one device": on_one(4),
-    "hierarchical, on one device": on_one(4, cross_tower_ops=OPS["hierarchical"]),
+    "hierarchical, on one device": on_one(4, cross_tower_ops=OPS["hierarchical"][0]),
     "server, on one device": on_one(4, variable_distribution=SERVER, variable_device="cpu:0"),
     "micro-batches, a loss scale, on one device": scaled(on_one(3, {"accumulate_steps": 2})),
-    "2 of 4 devices, micro-batches, a loss scale": scaled(wide_towers(2, 4, accumulate_steps=3)),
 }
 
 
@@ -166,39 +166,36 @@ def on_one_device(optimizer, reduction):
     return start, *trained(model_fn_of_one, BATCHES, start)
 
 
-ONE_OF_A_KIND = (
-    "4 towers",
-    "sharded",
-    "server",
-    "round robin",
-    "ring, 4 towers",
-    "2 of 4 devices",
-    "2 towers, 2 micro-batches",
-    "4 towers on one device",
-)
+# What a loss is divided by, and how optimizers run, are apart in the code: so each runner has one case, by default that
+# of a momentum and a mean. Where variables have other places than towers, the optimizer is the mixed one.
+CASES = {
+    "1 towers": [("slow sgd", "sum")],
+    "3 towers": [("slow sgd", "weighted sum")],
+    "8 towers": [("slow sgd", "weighted mean")],
+    "sharded": [("mixed", "mean")],
+    "server": [("mixed", "mean"), ("slow sgd", "sum")],
+    "round robin": [("mixed", "mean")],
+    "2 of 4 devices": [("mixed", "mean")],
+    "halving": [("slow sgd", "sum")],
+    "tree": [("slow sgd", "nonzero weights")],
+    "in chunks": [("adam", "mean of weighted")],
+    "1 tower, 3 micro-batches": [("adam", "nonzero weights")],
+    "2 towers, 2 micro-batches": [("momentum", "mean"), ("slow sgd", "weighted sum")],
+    "4 towers, 3 micro-batches, tree": [("slow sgd", "weighted mean")],
+}
+QUICK = {"4 towers", "sharded", "server", "round robin", "ring", "2 of 4 devices", "4 towers on one device"}
+QUICK |= {"2 towers, 2 micro-batches"}
 
 
 def cases():
-    """All runners with one optimizer; a runner of each kind with one that has a norm over all variables; optimizers
-    without slots, and with a weight decay; sums, and weighted losses."""
-    yield from ((runner, "momentum", "mean") for runner in RUNNERS)
-    yield from ((runner, "clipped_adam", "mean") for runner in ONE_OF_A_KIND if runner != "ring, 4 towers")
-    yield from (("4 towers", "adamw", "mean"), ("sharded", "adamw", "mean"), ("server", "sgd", "mean"))
-    yield from ((f"{n} towers", "slow sgd", "sum") for n in (1, 3, 8))
-    yield from (("4 towers", "slow sgd", reduction) for reduction in WEIGHTED)
-    yield from ((runner, "slow sgd", "nonzero weights") for runner in ("8 towers", "tree, 4 towers"))
-    in_parts = [f"{n} towers, {m} micro-batches" for n, m in ((1, 3), (2, 2), (4, 3))]
-    yield from zip(in_parts, ("adam", "momentum", "slow sgd"), ["nonzero weights"] * 3, strict=True)
-    yield from zip(in_parts, ["slow sgd"] * 3, ("weighted sum", "weighted sum", "weighted mean"), strict=True)
-
-
-def marked(case):
-    is_quick = case in [(runner, "momentum", "mean") for runner in ONE_OF_A_KIND]
-    return pytest.param(*case, marks=pytest.mark.quick if is_quick else ())
+    for runner in RUNNERS:
+        first, *others = ((runner, *case) for case in CASES.get(runner, [("momentum", "mean")]))
+        yield pytest.param(*first, marks=pytest.mark.quick if runner in QUICK else ())
+        yield from others
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("runner", "optimizer", "reduction"), [marked(case) for case in dict.fromkeys(cases())])
+@pytest.mark.parametrize(("runner", "optimizer", "reduction"), [*cases()])
 def test_training_matches_one_device(runner, optimizer, reduction):
     runner = RUNNERS[runner]
     model = functools.partial(model_fn, optimizer=optimizer, reduction=reduction, options={})
@@ -232,9 +229,8 @@ def start_of_layers():
     return started(layered_model_fn, *FIRST)[1]
 
 
-def by_steps(model_fn, batches, model_dir=None):
+def by_steps(model_fn, batches):
     """The variables after training, and the losses of all steps."""
-    del model_dir
     model = est.transform(model_fn)
     state, losses = start_as(start_of_layers(), model, *(x[0] for x in batches)), []
     for batch in zip(*batches, strict=True):
@@ -243,33 +239,17 @@ def by_steps(model_fn, batches, model_dir=None):
     return jax.device_get((state.variables, losses))
 
 
-def by_loop(model_fn, batches, model_dir):
-    del model_dir
-    start = start_as(start_of_layers(), est.transform(model_fn), *(x[0] for x in batches))
-    state, (losses, *_) = trained(model_fn, batches, start)
-    return jax.device_get((state.variables, list(losses)))
-
-
-def by_estimator(model_fn, batches, model_dir):
-    estimator = est.Estimator(model_fn, model_dir, est.RunConfig(save_summary_steps=1))
-    estimator.train(lambda: zip(*batches, strict=True))
-    losses = [np.float32(line["loss"]) for line in est.read_history(model_dir)]
-    return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}, losses
-
-
-DRIVES = {"step": by_steps, "loop": by_loop, "Estimator": by_estimator}
-LAYERED = {name: RUNNERS[name] for name in ONE_OF_A_KIND} | {
-    "segments": towers(2, optimizer={"accumulate_steps": 2}, tower_transform=est.checkpoint_segments),
-    "on_nan, a loss scale, checked": scaled(towers(2, on_nan="skip", check=True)),
-    "blocks of one step": towers(2, block_sync=BlockSync(1, optax.sgd(1.0))),
+LAYERED = {
+    "sharded, ring": RUNNERS["sharded, ring"],
+    "2 of 4 devices": RUNNERS["2 of 4 devices"],
+    "4 towers on one device": RUNNERS["4 towers on one device"],
+    "server, segments, micro-batches": towers(
+        2, 1.0, {"accumulate_steps": 2}, tower_transform=est.checkpoint_segments, variable_distribution=SERVER
+    ),
+    "round robin, on_nan, a loss scale, checked": scaled(
+        towers(2, on_nan="skip", check=True, variable_distribution=ROUND_ROBIN)
+    ),
 }
-
-
-def layered_cases():
-    """Every runner in one drive, which is traced alike in all: loops and Estimators of few layers have every runner in
-    `test_training_matches_one_device` and in `placement/test_distributions.py`; in blocks all layers have loops."""
-    yield from ((runner, "step") for runner in LAYERED)
-    yield "4 towers", "Estimator"
 
 
 @functools.cache
@@ -278,12 +258,12 @@ def layers_on_one_device(moments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("runner", "drive"), [*layered_cases()])
-def test_every_layer_trains_as_on_one_device(runner, drive, tmp_path):
+@pytest.mark.parametrize("runner", LAYERED)
+def test_every_layer_trains_as_on_one_device(runner):
     runner = LAYERED[runner]
     moments = "no rows" if runner.options.get("accumulate_steps", 1) > 1 else "all rows"
     model = functools.partial(layered_model_fn, moments=moments, options=runner.options)
-    variables, losses = DRIVES[drive](runner.replicate(model, "mean"), BATCHES, tmp_path)
+    variables, losses = by_steps(runner.replicate(model, "mean"), BATCHES)
     want = layers_on_one_device(moments)
     assert_close(({name: variables[name] for name in want[0]}, losses), want, rtol=1e-3, atol=1e-5)
 
@@ -295,11 +275,11 @@ def layers_of_two_towers_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drive", ["loop", "Estimator"])
-def test_every_layer_trains_in_blocks_as_towers_alone_and_their_average(drive, tmp_path):
+def test_every_layer_trains_in_blocks_as_towers_alone_and_their_average():
     model = functools.partial(layered_model_fn, moments="own rows")
     replicated = towers(2, block_sync=BlockSync(STEPS, optax.sgd(1.0))).replicate(model, "mean")
-    variables, losses = DRIVES[drive](replicated, BATCHES, tmp_path)
+    state, (losses, *_) = trained(replicated, BATCHES, start_as(start_of_layers(), est.transform(replicated), *FIRST))
+    variables, losses = jax.device_get((state.variables, [*losses]))
     own = layers_of_two_towers_alone()
     first, mean = own[0][0], jax.tree.map(lambda x, y: (x + y) / 2, *own)
     want = {name: (first if "moving" in name else mean[0])[name] for name in first}
@@ -318,7 +298,7 @@ def test_no_layer_and_no_kind_of_runner_is_missing(monkeypatch):
     given = [runner.given for runner in LAYERED.values()]
     options = inspect.signature(replicate_model_fn).parameters.keys()
     assert {name for each in given for name in each} == options - {"model_fn", "loss_reduction", "devices"} - {
-        "variable_device"  # of `server`
+        *("variable_device", "block_sync")  # of `server`, and of the test above
     }
     assert {each.get("variable_distribution", "mirrored") for each in given} == {*VariableDistribution}
     of_optimizers = inspect.signature(TowerOptimizer).parameters.keys() - {"optimizer_or_fn", "name", "learning_rate"}
@@ -328,7 +308,7 @@ def test_no_layer_and_no_kind_of_runner_is_missing(monkeypatch):
 def evaluated(replicated, rows):
     """Loss, predictions and metrics of the initial variables for the first rows."""
     model = est.transform(replicated)
-    state = start_as(on_one_device("sgd", "mean")[0], model, *FIRST)
+    state = start_as(on_one_device("momentum", "mean")[0], model, *FIRST)
     x, y = (batch[0, :rows] for batch in BATCHES)
     spec = model.eval_step(state, x, y)
     metrics = results(jax.device_get(spec.eval_metric_ops))
@@ -338,8 +318,12 @@ def evaluated(replicated, rows):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("runner", "rows"),
-    [("8 towers", 1), *((each, 7) for each in ("8 towers", *ONE_OF_A_KIND[1:6], "1 of 8 devices", ONE_OF_A_KIND[7]))],
+    [
+        ("8 towers", 1),
+        *((each, 7) for each in ("sharded", "round robin", "ring", "2 of 4 devices", "1 of 8 devices")),
+        ("4 towers on one device", 7),
+    ],
 )
 def test_evaluation_and_prediction_match_one_device(runner, rows):
-    model = functools.partial(model_fn, optimizer="sgd", reduction="mean", options={})
+    model = functools.partial(model_fn, optimizer="momentum", reduction="mean", options={})
     assert_close(evaluated(RUNNERS[runner].replicate(model, "mean"), rows), evaluated(model, rows))

@@ -1,6 +1,7 @@
 """`RunConfig(train_distribute=...)`: towers by configuration compute what `replicate_model_fn` does, to the bit."""
 
 import copy
+import inspect
 import pickle
 import re
 
@@ -23,6 +24,7 @@ from replicate import (
     replicate_model_fn,
 )
 from replicate.cross_tower_ops import AllReduce
+from replicate.towers._devices import find_devices
 
 BATCHES = list(zip(*regression(8), strict=True))
 SERVER = VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER
@@ -74,16 +76,31 @@ def results(estimator, batches=BATCHES):
     return values, estimator.evaluate(lambda: odd), list(estimator.predict(lambda: odd[0][0]))
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_gives_replicate_model_fn_what_its_arguments_say(name, monkeypatch):
+    strategy, same = STRATEGIES[name]
+    calls, signature = [], inspect.signature(replicate_model_fn)
+    monkeypatch.setattr("replicate._strategies.replicate_model_fn", lambda *a, **kw: calls.append((a, kw)))
+    strategy.replicate(model_fn)
+    [(args, kwargs)] = calls
+    got, want = (signature.bind(model_fn, *a, **kw) for a, kw in ((args[1:], kwargs), ((), same)))
+    want.arguments.setdefault("loss_reduction", est.Reduction.SUM_BY_NONZERO_WEIGHTS)
+    got.apply_defaults(), want.apply_defaults()
+    for each in (got, want):
+        each.arguments["devices"] = find_devices(each.arguments["devices"])
+    assert got.arguments == want.arguments
+    assert strategy.num_replicas_in_sync == len(got.arguments["devices"])
+
+
 @pytest.mark.slow
 @pytest.mark.covers("3 train_distribute")
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ["four", "sum", "server"])
 def test_a_strategy_is_replicate_model_fn_with_tower_optimizer(tmp_path, name):
     strategy, same = STRATEGIES[name]
     params = {"reduction": same.get("loss_reduction", est.Reduction.MEAN)}
     got = estimate(tmp_path / "strategy", params, train_distribute=strategy)
     towers = replicate_model_fn(model_fn, **same)
     want = estimate(tmp_path / "towers", params | {"optimizer": TowerOptimizer}, towers)
-    assert strategy.num_replicas_in_sync == len(same.get("devices", jax.devices()))
     assert jax.tree.structure(got := results(got)) == jax.tree.structure(want := results(want))
     assert bits(got) == bits(want)
 

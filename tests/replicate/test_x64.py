@@ -50,23 +50,24 @@ def scheduled():
 SGD, ADAM = (lambda: optax.sgd(0.1)), (lambda: est.train.AdamOptimizer(0.1))
 FEATURES = {  # network, optimizer, arguments of TowerOptimizer, arguments of replicate_model_fn
     "on_nan skip": (dense, SGD, {}, {"on_nan": "skip"}),
-    "on_nan raise": (dense, SGD, {}, {"on_nan": "raise"}),
-    "loss scale": (dense, SGD, {"loss_scale": est.DynamicLossScale()}, {}),
+    "on_nan raise, loss scale, segments": (
+        dense,
+        SGD,
+        {"loss_scale": est.DynamicLossScale()},
+        {"on_nan": "raise", "tower_transform": est.checkpoint_segments},
+    ),
     "accumulation": (dense, ADAM, {"accumulate_steps": 2}, {}),
-    "adam": (dense, ADAM, {}, {}),
-    "schedule": (dense, scheduled, {}, {}),
+    "regularizer, schedule": (regularized, scheduled, {}, {}),
     "lstm, int32": (recurrent("lstm", "int32"), SGD, {}, {}),
-    "lstm, int64": (recurrent("lstm", "int64"), SGD, {}, {}),
-    "gru, int32": (recurrent("gru", "int32"), SGD, {}, {}),
+    "gru, int64": (recurrent("gru", "int64"), SGD, {}, {}),
     "batch normalization": (normalized, SGD, {}, {}),
     "sparse lookup": (looked_up, lambda: est.train.AdagradOptimizer(0.1), {}, {}),
-    "regularizer": (regularized, SGD, {}, {}),
-    "segments": (dense, SGD, {}, {"tower_transform": est.checkpoint_segments}),
 }
+WHOLE = {"accumulation": (dense, ADAM, {}, {})}  # what one tower does instead
 
 
 def run(feature, towers, batches=BATCHES):
-    network, optimizer, options, arguments = FEATURES[feature]
+    network, optimizer, options, arguments = (WHOLE if towers == 1 else {}).get(feature, FEATURES[feature])
 
     def model_fn(features, labels, mode):
         predictions = network(features)
@@ -91,7 +92,7 @@ def run(feature, towers, batches=BATCHES):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_towers_equal_one_tower_in_float64(feature):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        one, two = run("adam" if feature == "accumulation" else feature, 1), run(feature, 2)
+        one, two = run(feature, 1), run(feature, 2)
     assert one[0].dtype == np.float64
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), one, two)
 

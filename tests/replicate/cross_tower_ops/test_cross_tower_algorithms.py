@@ -18,7 +18,7 @@ SHAPES = [(), (0,), (1,), (3,), (7, 5), (64,), (2, 0, 3), (101,)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers, on_one_device", [*((n, False) for n in (1, 3, 5, 8)), (4, True)])
+@pytest.mark.parametrize("towers, on_one_device", [(5, False), (8, False), (4, True)])
 def test_every_algorithm_takes_the_sum_and_all_towers_have_the_same_bits(towers, on_one_device):
     rng = np.random.default_rng(towers)
     arrays = [array for dtype in DTYPES for array in random_arrays(rng, towers, SHAPES, dtype)]
@@ -30,11 +30,11 @@ def test_every_algorithm_takes_the_sum_and_all_towers_have_the_same_bits(towers,
 
 
 @pytest.mark.slow
-def test_five_hundred_small_arrays_are_summed_by_every_algorithm():
+def test_two_hundred_small_arrays_are_summed_by_every_algorithm():
     """An algorithm for each size, since many arrays in one program take long to compile."""
     limits = [4 * (i + 1) for i in range(len(ALGORITHMS) - 1)]
     op = MultiWorkerAllReduce([*zip(ALGORITHMS, [1, 2] * 3, [*limits, None], strict=True)], num_packs=2)
-    arrays = random_arrays(np.random.default_rng(0), 4, [(i % 7,) for i in range(500)], jnp.float32)
+    arrays = random_arrays(np.random.default_rng(0), 4, [(i % 7,) for i in range(200)], jnp.float32)
     assert_sums(in_towers(op.sum_in_towers, 4)(arrays), arrays)
 
 
@@ -54,7 +54,7 @@ def sums(draw):
 
 @pytest.mark.slow
 @given(case=sums(), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_arrays_in_any_packs_are_summed(case, seed):
     op, towers, kinds = case
     rng = np.random.default_rng(seed)

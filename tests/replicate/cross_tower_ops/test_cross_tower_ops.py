@@ -91,7 +91,7 @@ def assert_mirrored(got, devices, want, dtype):
     "name, towers",
     [
         *itertools.product([*OPS, *MORE_OPS], [8]),
-        *itertools.product(["sum", "one_device", "psum", "recursive_halving_doubling"], [1, 3]),
+        *itertools.product(["sum", "one_device"], [1, 3]),
     ],
 )
 def test_sums_equal_sums_in_float64(name, towers):
@@ -123,7 +123,7 @@ def test_a_tree_of_many_small_arrays(name):
     st.integers(0, 8),
     st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_results_are_on_the_destinations_in_the_order_of_the_pairs(towers, ops, op, devices, count, seed):
     rng = np.random.default_rng(seed)
     parts = [rng.normal(size=(2, 2)).astype(np.float32) for _ in range(towers)]

@@ -64,8 +64,8 @@ def wide_model_fn(optimizer, width=16):
 @pytest.mark.parametrize(
     "optimizer, towers, width",
     [
-        *(("sgd", 8, 16), ("momentum", 2, 16), ("adam", 8, 16), ("adamw", 2, 16), ("adagrad", 8, 16)),
-        *((name, 8, 32) for name in ("sgd", "momentum", "adam", "rmsprop")),  # pieces have other instructions
+        *(("momentum", 2, 16), ("adamw", 2, 16), ("adagrad", 8, 16)),
+        *((name, 8, 32) for name in ("sgd", "adam", "rmsprop")),  # pieces have other instructions
     ],
 )
 @pytest.mark.usefixtures("users_compiler")
@@ -200,35 +200,46 @@ def test_a_step_of_several_programs_is_traced_once_and_loops(distribution):
         jax.jit(model.train_step)(state, xs[0], ys[0])
 
 
+def estimator(folder, model_fn):
+    """Whose first training runs a loop, the others single steps."""
+    return est.Estimator(model_fn, str(folder), est.RunConfig(steps_per_loop=2))
+
+
+X, Y = (batch[0] for batch in regression(8))
+
+
+def odd():
+    return [(X, Y), (X[:3], Y[:3])]
+
+
+@pytest.fixture(scope="module")
+def of_four_steps(tmp_path_factory):
+    plain = estimator(tmp_path_factory.mktemp("plain"), wide_model_fn(optax.adam(0.1)))
+    return plain.train(lambda: [(X, Y)] * 4).evaluate(odd)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("distribution", VariableDistribution)
-def test_an_estimator_trains_evaluates_and_resumes(tmp_path, distribution):
-    (x, y) = (batch[0] for batch in regression(8))
-    config = est.RunConfig(steps_per_loop=2)  # the first training runs a loop, the others single steps
-
-    def make(where, model_fn):
-        return est.Estimator(model_fn, str(tmp_path / where), config)
-
-    model_fn = wide_model_fn(optax.adam(0.1))
-    want = make("plain", model_fn).train(lambda: [(x, y)] * 4).evaluate(lambda: [(x, y), (x[:3], y[:3])])
-    towers = replicated(model_fn, 4, distribution)
-    first = make("towers", towers).train(lambda: [(x, y)] * 2)
-    assert first.evaluate(lambda: (x, y))["global_step"] == 2
-    first.train(lambda: [(x, y)])
-    second = make("towers", towers).train(lambda: [(x, y)] * 1)
-    got = second.evaluate(lambda: [(x, y), (x[:3], y[:3])])
-    assert got == pytest.approx(want, rel=1e-4)
-    outputs = [row["output"] for row in second.predict(lambda: x)]
+def test_an_estimator_trains_evaluates_and_resumes(tmp_path, distribution, of_four_steps):
+    towers = replicated(wide_model_fn(optax.adam(0.1)), 4, distribution)
+    first = estimator(tmp_path, towers).train(lambda: [(X, Y)] * 2)
+    assert first.evaluate(lambda: (X, Y))["global_step"] == 2
+    first.train(lambda: [(X, Y)])
+    second = estimator(tmp_path, towers).train(lambda: [(X, Y)])
+    got = second.evaluate(odd)
+    assert got == pytest.approx(of_four_steps, rel=1e-4)
+    outputs = [row["output"] for row in second.predict(lambda: X)]
     assert len(outputs) == 8
-    assert first.evaluate(lambda: [(x, y), (x[:3], y[:3])]) == got  # what the second one saved
+    assert first.evaluate(odd) == got  # what the second one saved
 
 
 PLACES = [(towers, distribution) for towers in (1, 3) for distribution in VariableDistribution]
+WRITTEN = [*VariableDistribution]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("written", VariableDistribution)
-def test_a_checkpoint_knows_nothing_of_the_distribution(tmp_path, written):
+@pytest.mark.parametrize(("written", "goes_on_as"), [*zip(WRITTEN, WRITTEN[1:] + WRITTEN[:1], strict=True)])
+def test_a_checkpoint_knows_nothing_of_the_distribution(tmp_path, written, goes_on_as):
     model_fn, (xs, ys) = wide_model_fn(optax.adam(0.1)), regression(24)
     state, _ = trained(replicated(model_fn, 8, written), (xs, ys), steps=1)
     path = Checkpoints(tmp_path).save(state)
@@ -241,7 +252,7 @@ def test_a_checkpoint_knows_nothing_of_the_distribution(tmp_path, written):
         for one, other, placed in zip(jax.tree.leaves(read[:3]), want, jax.tree.leaves(like[:3]), strict=True):
             np.testing.assert_array_equal(one, other)
             assert one.sharding.is_equivalent_to(placed.sharding, one.ndim)
-        if towers == 3 or (towers, distribution) == (1, MIRRORED):
+        if (towers, distribution) == (3, goes_on_as):
             after, _ = model.train_step(read, xs[1], ys[1])
             assert_close(jax.device_get(after[:3]), jax.device_get(goes_on[:3]), rtol=1e-4, atol=1e-5)
 

@@ -66,8 +66,8 @@ def plain(mode, rows):
 @pytest.mark.parametrize(
     "towers, mode, rows",
     [
-        *((towers, mode, rows) for mode, rows in (("train", 24), ("eval", 13)) for towers in TOWERS),
-        *((towers, "infer", rows) for towers, rows in ((3, 13), (4, 2), (4, 8))),
+        *((1, "train", 24), (8, "train", 24), (3, "eval", 13), (8, "eval", 13)),
+        *((3, "infer", 13), (4, "infer", 2), (4, "infer", 8)),
     ],
 )
 def test_predictions_and_exports_match_one_tower_in_every_mode(towers, mode, rows):
@@ -232,7 +232,7 @@ X = np.random.default_rng(3).normal(size=16).astype(np.float32) * 2
 
 @pytest.mark.slow
 @pytest.mark.covers("12 loss")
-@pytest.mark.parametrize("towers", TOWERS)
+@pytest.mark.parametrize("towers", [1, 3])
 def test_evaluate_merges_metrics_by_their_own_rule(tmp_path, towers):
     estimator = est.Estimator(replicate(returning(measuring), towers), tmp_path)
     got = estimator.evaluate(lambda: [X[:13], X[13:]])
@@ -241,7 +241,7 @@ def test_evaluate_merges_metrics_by_their_own_rule(tmp_path, towers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", TOWERS)
+@pytest.mark.parametrize("towers", [1, 8])
 def test_the_metrics_of_a_training_step_are_merged_too(towers):
     x = np.concatenate([X, X[:8] + 1])
     assert_results(results(run(replicate(returning(measuring), towers), "train", x).eval_metric_ops), x)

@@ -48,7 +48,7 @@ def run(model_fn):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"block_sync": BlockSync(2)}, *({"variable_distribution": each} for each in VariableDistribution)],
+    [{"block_sync": BlockSync(2)}, *({"variable_distribution": each} for each in VariableDistribution)],
     ids=lambda options: next((str(value) for value in options.values() if isinstance(value, str)), "_".join(options)),
 )
 def test_a_mean_by_hand_is_one_warning_in_each_mode(options, messages):

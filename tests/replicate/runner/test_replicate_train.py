@@ -42,25 +42,15 @@ def test_one_step_of_rate_one_shows_the_gradient_of_the_big_batch(towers):
     assert_close(1.0 - state.variables["w"], gradient)
 
 
-trailing_shapes = st.lists(st.integers(1, 3), max_size=2).map(tuple)
-trees = st.recursive(
-    trailing_shapes.map(lambda shape: {"leaf": shape}),
-    lambda children: st.one_of(
-        st.lists(children, min_size=1, max_size=2).map(lambda nodes: {"list": nodes}),
-        st.tuples(children, children).map(lambda nodes: {"tuple": nodes}),
-        st.dictionaries(st.sampled_from("ab"), children, min_size=1).map(lambda d: {"dict": d}),
+trees = st.recursive(  # whose leaves have the shapes of a row
+    st.lists(st.integers(1, 3), max_size=2).map(np.zeros),
+    lambda children: (
+        st.lists(children, min_size=1, max_size=2)
+        | st.tuples(children, children)
+        | st.dictionaries(st.sampled_from("ab"), children, min_size=1)
     ),
     max_leaves=3,
 )
-
-
-def fill(tree, make):
-    ((kind, value),) = tree.items()
-    if kind == "leaf":
-        return make(value)
-    if kind == "dict":
-        return {name: fill(child, make) for name, child in value.items()}
-    return (tuple if kind == "tuple" else list)(fill(child, make) for child in value)
 
 
 def over_rows(x):
@@ -101,10 +91,10 @@ def tree_model_fn(optimizer, reduction):
 def test_any_pytrees_of_features_and_labels(features, labels, towers, rows, reduction, optimizer, seed):
     rng = np.random.default_rng(seed)
 
-    def make(shape):
-        return rng.normal(size=(2, towers * rows, *shape)).astype(np.float32)
+    def make(row):
+        return rng.normal(size=(2, towers * rows, *row.shape)).astype(np.float32)
 
-    batches = fill(features, make), fill(labels, make)
+    batches = jax.tree.map(make, (features, labels))
     model_fn = tree_model_fn(OPTIMIZERS[optimizer](), reduction)
     assert_same_training(model_fn, replicate(model_fn, towers, reduction), batches, rtol=5e-5, atol=1e-5)
 

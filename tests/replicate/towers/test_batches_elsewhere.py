@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from testing.towers import started
 
 import estimator as est
-from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate import TowerOptimizer, replicate_model_fn
 
 X = np.arange(16, dtype=np.float32).reshape(8, 2)
 CPUS = np.array(jax.devices("cpu"))
@@ -31,8 +31,13 @@ def model_fn(features, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distribution", [VariableDistribution.MIRRORED, VariableDistribution.SHARED_ROUND_ROBIN])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "distribution"),
+    [
+        *((place, "mirrored") for place in ("one device", "a larger mesh", "an explicit mesh")),
+        *((place, "shared_round_robin") for place in ("another mesh", "an explicit mesh")),
+    ],
+)
 def test_a_batch_from_anywhere_is_moved_to_the_towers(place, distribution):
     model, state = started(replicate_model_fn(model_fn, devices=[*CPUS[:4]], variable_distribution=distribution), X)
     x = jax.device_put(X, PLACES[place])

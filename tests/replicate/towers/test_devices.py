@@ -16,6 +16,7 @@ from replicate.towers._devices import find_devices
 
 pytestmark = pytest.mark.covers("12 devices")
 
+CPUS = jax.devices("cpu")
 ROWS = np.arange(8, dtype=np.float32)
 
 
@@ -23,29 +24,27 @@ where = predicting(lambda x: {"y": ones("w") * x, "towers": jnp.full(x.shape, nu
 
 
 @pytest.mark.parametrize(
-    "name, index",
+    ("devices", "indices"),
     [
-        ("/cpu:0", 0),
-        ("/CPU:0", 0),
-        ("/device:CPU:1", 1),
-        ("/device:cpu:7", 7),
-        ("device:CPU:2", 2),
-        ("cpu:1", 1),
-        ("CPU:3", 3),
-        ("cpu", 0),
-        ("/cpu", 0),
-        ("/job:localhost/replica:0/task:0/device:CPU:2", 2),
-        ("/replica:0/task:0/cpu:1", 1),
+        (["/cpu:0"], [0]),
+        (["/CPU:0"], [0]),
+        (["/device:CPU:1"], [1]),
+        (["/device:cpu:7"], [7]),
+        (["device:CPU:2"], [2]),
+        (["cpu:1"], [1]),
+        (["CPU:3"], [3]),
+        (["cpu"], [0]),
+        (["/cpu"], [0]),
+        (["/job:localhost/replica:0/task:0/device:CPU:2"], [2]),
+        (["/replica:0/task:0/cpu:1"], [1]),
+        *((map(name, CPUS[:3]), [0, 1, 2]) for name in (str, repr, lambda device: f"TFRT_CPU_{device.id}")),
+        (CPUS[2:4], [2, 3]),
+        (["/cpu:3", CPUS[1], "CPU:0"], [3, 1, 0]),
+        ((f"cpu:{i}" for i in range(2)), [0, 1]),
     ],
 )
-def test_names_of_a_device(name, index):
-    assert find_devices([name]) == (jax.devices("cpu")[index],)
-
-
-@pytest.mark.parametrize("name", [str, repr, lambda device: f"TFRT_CPU_{device.id}"])
-def test_what_jax_calls_a_device_is_a_name(name):
-    devices = jax.devices("cpu")[:3]
-    assert find_devices(map(name, devices)) == tuple(devices)
+def test_a_device_is_given_by_a_name_what_jax_calls_it_or_itself_in_any_iterable(devices, indices):
+    assert find_devices(devices) == tuple(CPUS[i] for i in indices)
 
 
 def test_devices_of_the_second_of_several_processes_have_large_numbers(monkeypatch):
@@ -60,15 +59,6 @@ def test_devices_of_the_second_of_several_processes_have_large_numbers(monkeypat
     assert find_devices(["cpu:2048", "cpu:2049"]) == find_devices(["cpu:0", "cpu:1"]) == tuple(everywhere[2:])
     with raises(ValueError, "There is no device 'cpu:2050'. The devices of this process are /cpu:0, /cpu:1."):
         find_devices(["cpu:2050"])
-
-
-def test_a_device_object_is_itself():
-    assert find_devices(jax.devices("cpu")[2:4]) == tuple(jax.devices("cpu")[2:4])
-
-
-def test_names_and_objects_may_be_mixed():
-    devices = jax.devices("cpu")
-    assert find_devices(["/cpu:3", devices[1], "CPU:0"]) == (devices[3], devices[1], devices[0])
 
 
 def test_without_devices_all_local_ones_are_taken():
@@ -153,10 +143,6 @@ def test_devices_of_several_kinds():
 def test_what_is_no_list_of_devices(devices, error, message):
     with raises(error, message):
         replicate_model_fn(where, devices=devices)
-
-
-def test_a_generator_of_names_will_do():
-    assert find_devices(f"cpu:{i}" for i in range(2)) == tuple(jax.devices("cpu")[:2])
 
 
 @pytest.mark.parametrize("devices", [["cpu:5"], ["cpu:3", "cpu:6"], ["cpu:6", "cpu:3", "cpu:0"]])
