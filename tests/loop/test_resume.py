@@ -158,17 +158,13 @@ def test_initial_values_that_are_nan_are_not_saved(tmp_path):
 
 
 @pytest.mark.slow
-def test_twenty_thousand_steps_on_eight_towers_do_not_stall(tmp_path):
+def test_thousands_of_steps_on_eight_towers_do_not_stall(tmp_path):
     model_fn = minimizing(lambda x, y: est.losses.mean_squared_error(y, x @ zeros("w", (2, 1))))
     x = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
     y = x @ np.array([[1.0], [2.0]], np.float32)
 
-    def train(steps, steps_per_loop):
-        config = est.RunConfig(steps_per_loop=steps_per_loop, log_step_count_steps=5000)
-        estimator = est.Estimator(replicate_model_fn(model_fn), tmp_path, config)
-        return estimator.train(lambda: itertools.repeat((x, y)), max_steps=steps)
-
     assert len(jax.local_devices()) == 8
-    estimator = train(20_000, 1)
-    assert estimator.get_variable_value("global_step") == 20_000
+    estimator = est.Estimator(replicate_model_fn(model_fn), tmp_path, est.RunConfig(steps_per_loop=1))
+    estimator.train(lambda: itertools.repeat((x, y)), max_steps=5000)
+    assert estimator.get_variable_value("global_step") == 5000
     np.testing.assert_allclose(estimator.get_variable_value("w"), [[1], [2]], atol=1e-4)
