@@ -78,6 +78,18 @@ def test_an_older_checkpoint_and_resuming_from_disk_compile_nothing_again(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
+def test_training_after_evaluating_from_disk_has_the_slots(tmp_path):
+    make(tmp_path / "a").train(endless, steps=2)
+    estimator = make(tmp_path / "a")
+    estimator.evaluate(times(1))
+    list(estimator.predict(lambda: X))
+    estimator.train(endless, steps=2)
+    straight = make(tmp_path / "b").train(endless, steps=4)
+    np.testing.assert_array_equal(estimator.get_variable_value("w"), straight.get_variable_value("w"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("users_compiler")
 def test_the_verbs_may_come_in_any_order(tmp_path):
     estimator = make(tmp_path)
     initial = list(estimator.predict(lambda: X))
@@ -85,11 +97,9 @@ def test_the_verbs_may_come_in_any_order(tmp_path):
     first = estimator.evaluate(times(1))
     assert first["global_step"] == 0
     estimator.train(endless, steps=2)
-    estimator = make(tmp_path)  # reads from disk, first without the slots
     second = estimator.evaluate(times(1))
     assert second["global_step"] == 2
     assert second["loss"] < first["loss"]
-    list(estimator.predict(lambda: X))
     estimator.train(endless, steps=2)
     y = np.array([row["y"] for row in estimator.predict(lambda: X)])
     np.testing.assert_allclose(y, (X @ estimator.get_variable_value("w"))[:, 0], rtol=1e-6)
@@ -214,6 +224,14 @@ def test_eval_dir(tmp_path):
     assert estimator.eval_dir() == f"{tmp_path}/eval"
     assert estimator.eval_dir("test") == f"{tmp_path}/eval_test"
     assert saved_steps(estimator) == []
+
+
+def test_checkpoints_older_than_n_hours_are_kept(tmp_path):
+    config = {"save_checkpoints_steps": 1, "keep_checkpoint_max": 1}
+    make(tmp_path / "all", **config, keep_checkpoint_every_n_hours=1e-9).train(endless, steps=3)
+    estimator = make(tmp_path / "first", **config, keep_checkpoint_every_n_hours=100).train(endless, steps=3)
+    assert saved_steps(make(tmp_path / "all")) == [0, 1, 2, 3]
+    assert saved_steps(estimator) == [0, 3]
 
 
 def test_a_clock_that_is_set_back_keeps_one_more_checkpoint_of_n_hours(tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def classifier(model_dir):
 
 @pytest.mark.slow
 @pytest.mark.covers("11 the original's integration test")
-@pytest.mark.parametrize("distribution", [VariableDistribution.MIRRORED, VariableDistribution.SHARED_ROUND_ROBIN])
+@pytest.mark.parametrize("distribution", VariableDistribution)
 def test_a_classifier_replicated_over_three_towers_matches_one_device(one_device, distribution, tmp_path):
     dnn = classifier(tmp_path)
     replicated = replicate_model_fn(dnn.model_fn, devices=cpus(3), variable_distribution=distribution)
@@ -200,6 +200,15 @@ def test_a_baseline_of_numbers_learns_their_weighted_mean(tmp_path):
     np.testing.assert_allclose(variables(baseline)["baseline/bias"], mean, atol=1e-4)
 
 
+@pytest.mark.quick
+def test_the_default_steps_match_adagrad_with_tensorflows_rates():
+    gradient = 0.5 - LABELS.mean()
+    step = pytest.approx(-gradient / np.sqrt(0.1 + gradient**2), rel=1e-4)
+    assert first_step(est.BaselineClassifier())["baseline/bias"] / 0.3 == step
+    dead = est.DNNClassifier([2], [X], activation_fn=jnp.zeros_like)
+    assert first_step(dead)["dnn/logits/bias"] / 0.05 == step
+
+
 # Both at once, and any head.
 
 
@@ -257,10 +266,6 @@ def test_an_optimizer_may_be_made_in_each_run(tmp_path):
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        (
-            None,
-            lambda g, rate: rate * g / np.sqrt(0.1 + g**2),
-        ),  # the default: Adagrad, or Ftrl, whose first step is the same
         ("SGD", lambda g, rate: rate * g),
         ("Adagrad", lambda g, rate: rate * g / np.sqrt(0.1 + g**2)),
         ("Ftrl", lambda g, rate: rate * g / np.sqrt(0.1 + g**2)),
@@ -269,12 +274,12 @@ def test_an_optimizer_may_be_made_in_each_run(tmp_path):
     ],
 )
 def test_optimizers_by_name_make_tensorflows_first_step(name, step):
-    gradient, optimizer = 0.5 - LABELS.mean(), {"optimizer": name} if name else {}
-    linear = first_step(est.LinearClassifier([X, KIND], **optimizer))
+    gradient = 0.5 - LABELS.mean()
+    linear = first_step(est.LinearClassifier([X, KIND], optimizer=name))
     assert linear["linear/linear_model/bias_weights"] == pytest.approx(-step(gradient, 0.2), rel=1e-4)
-    baseline = first_step(est.BaselineClassifier(**optimizer))
+    baseline = first_step(est.BaselineClassifier(optimizer=name))
     assert baseline["baseline/bias"] == pytest.approx(-step(gradient, 0.3), rel=1e-4)
-    dead = first_step(est.DNNClassifier([2], [X], activation_fn=jnp.zeros_like, **optimizer))
+    dead = first_step(est.DNNClassifier([2], [X], optimizer=name, activation_fn=jnp.zeros_like))
     assert dead["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
 
 

@@ -24,20 +24,15 @@ NAME = "model.ckpt-3"
 SAFETENSORS = {np.dtype("float32"): "F32", jnp.dtype("bfloat16"): "BF16", np.dtype("int64"): "I64"}
 
 
-def save_safetensors(path, arrays):
+def save_safetensors(path, arrays, **more):
     header, data = {"__metadata__": {"format": "pt"}}, b""
     for name, array in arrays.items():
         offsets = [len(data), len(data) + array.nbytes]
-        header[name] = {"dtype": SAFETENSORS[array.dtype], "shape": array.shape, "data_offsets": offsets}
+        header[name] = {"dtype": SAFETENSORS[array.dtype], "shape": array.shape, "data_offsets": offsets, **more}
         data += array.tobytes()
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
-
-
-def mask(crc):
-    """A checksum as files of TensorFlow have it."""
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @pytest.fixture
@@ -73,6 +68,7 @@ def test_slices_of_a_partitioned_variable_are_put_together(tmp_path, monkeypatch
     whole = np.arange(12, dtype=np.float32).reshape(4, 3)
     pieces = {((0, 1), (0, -1)): whole[:1], ((1, 3), (0, -1)): whole[1:]}
     data = b"".join(piece.tobytes() for piece in pieces.values())
+    mask = lambda crc: ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF  # noqa: E731
 
     def varints(*numbers):
         return b"".join(bytes([n]) for n in numbers)  # all are below 128
@@ -149,7 +145,9 @@ def test_a_warm_start_takes_numbers_of_64_bits_that_fit(tmp_path):
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path, call):
     (tmp_path / "weights.h5").touch()
     for path in (tmp_path, tmp_path / "nothing", tmp_path / "weights.h5"):
-        with pytest.raises(ValueError, match=rf"cannot read {str(path)!r}: it is neither a checkpoint, nor .* Give"):
+        with pytest.raises(
+            ValueError, match=rf"cannot read {str(path)!r}: it is neither a checkpoint, nor .* Give the"
+        ):
             call(path)
     with pytest.raises(TypeError, match="needs a path, a string; got 3"):
         call(3)
@@ -210,6 +208,7 @@ def test_the_index_of_a_tensorflow_checkpoint_takes_no_more_memory_than_its_size
 
 
 def _sstable_of(path, block):
+    mask = lambda crc: ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF  # noqa: E731
     varint = lambda n: bytes([n & 127 | 128, n >> 7 & 127 | 128, n >> 14])  # noqa: E731
     index = b"\0\1\4k" + b"\0" + varint(len(block)) + struct.pack("<II", 0, 1)
     blocks = [each + b"\0" + struct.pack("<I", mask(google_crc32c.value(each + b"\0"))) for each in (block, index)]
@@ -234,3 +233,19 @@ def test_strings_are_refused_by_name(copied, monkeypatch):
     assert est.load_variable(copied, "counter") == VALUES["counter"]["values"][0]
     with pytest.raises(ValueError, match="'half' holds no numbers: its type is number 19 of TensorFlow's"):
         est.load_variable(copied, "half")
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
+def test_a_damaged_file_is_an_error(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"PK nothing else, and no header")
+    with pytest.raises(ValueError, match="which is damaged: .* Copy it again"):
+        est.list_variables(path)
+    if name == "a.safetensors":
+        save_safetensors(path, {"w": np.ones(4, np.float32)})
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(ValueError, match="which is damaged: its end is missing"):
+            est.list_variables(path)
+        save_safetensors(path, {"w": np.ones(4, np.float32)}, dtype="F4")
+        with pytest.raises(ValueError, match=re.escape("its arrays of the kinds ['F4'] are not known here")):
+            est.list_variables(path)

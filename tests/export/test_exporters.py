@@ -155,16 +155,19 @@ def test_nan_never_wins(export, messages, exporter):
     assert "BestExporter 'best' does not export a model with NaN in ['per_class']." in messages()
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-def test_a_comparison_gets_arrays_after_a_restart_too(export, restarts):
+def test_another_comparison(export):
+    exporter = best(compare_fn=by_accuracy)
+    results = [{"loss": 1.0, "accuracy": accuracy} for accuracy in (0.5, 0.4, 0.6)]
+    assert [export(exporter, result) for result in results] == ["1000000001", None, "1000000002"]
+
+
+def test_a_comparison_gets_arrays_after_a_restart_too(export):
     def mean_is_more(best_eval_result, current_eval_result):
         return current_eval_result["recall"].mean() > best_eval_result["recall"].mean()
 
-    exporter, names = best(compare_fn=mean_is_more), []
-    for recall in ([0.1, 0.5], [0.2, 0.1], [0.5, 0.5]):
-        exporter = best(compare_fn=mean_is_more) if restarts else exporter
-        names.append(export(exporter, {"loss": 1.0, "recall": np.array(recall)}))
-    assert names == ["1000000001", None, "1000000002"]
+    export(best(compare_fn=mean_is_more), {"loss": 1.0, "recall": np.array([0.1, 0.5])})
+    assert export(best(compare_fn=mean_is_more), {"loss": 1.0, "recall": np.array([0.2, 0.1])}) is None
+    assert export(best(compare_fn=mean_is_more), {"loss": 1.0, "recall": np.array([0.5, 0.5])}) == "1000000002"
 
 
 @pytest.mark.covers("7 BestExporter")
@@ -257,20 +260,31 @@ def test_an_exporter_has_a_name_and_exports():
 @pytest.mark.covers("5 export path")
 def test_the_models_of_a_training_are_exported(tmp_path):
     estimator = make(tmp_path)
-    never = est.BestExporter("first", FEATURES, lambda best_eval_result, current_eval_result: False)  # but the first
-    exporters = [latest(), final(), best(), never]
+    exporters = [
+        latest(),
+        final(),
+        best(),
+        est.BestExporter("first", FEATURES, lambda best_eval_result, current_eval_result: False),
+    ]
     spec = est.EvalSpec(times(1), exporters=exporters)
     train_spec = est.TrainSpec(times(6), max_steps=6)
     for _ in range(2):  # the second time it has ended already
         _, paths = est.train_and_evaluate(estimator, train_spec, spec, eval_every_steps=2)
     folders = {name: sorted(os.listdir(tmp_path / "export" / name)) for name in os.listdir(tmp_path / "export")}
     assert {name: len(paths) - 1 for name, paths in folders.items()} == {"latest": 3, "final": 1, "best": 3, "first": 1}
-    newest = [folders[exporter.name][-2] for exporter in exporters]  # the last one is exported.json
-    assert [path and os.path.basename(path) for path in paths] == newest
+    assert [path and os.path.basename(path) for path in paths] == [
+        folders["latest"][2],
+        folders["final"][0],
+        folders["best"][2],
+        folders["first"][0],
+    ]
+    expected = [row["y"] for row in estimator.predict(lambda: X)]
+    np.testing.assert_allclose(est.load_exported(paths[1])(X)["y"], expected, rtol=1e-6)
     first = os.path.join(tmp_path, "export", "latest", folders["latest"][0])
-    for path, trained in ((paths[1], estimator), (first, make(tmp_path / "two").train(times(2)))):
-        want = [row["y"] for row in trained.predict(lambda: X)]
-        np.testing.assert_allclose(est.load_exported(path)(X)["y"], want, rtol=1e-6)
+    state_2 = make(tmp_path / "two").train(times(2))
+    np.testing.assert_allclose(
+        est.load_exported(first)(X)["y"], [row["y"] for row in state_2.predict(lambda: X)], rtol=1e-6
+    )
 
 
 def test_the_newest_of_many_exports_in_a_second_is_kept(tmp_path):

@@ -1,5 +1,6 @@
 """What train promises: how many steps, when it saves, several steps in one program."""
 
+import itertools
 import re
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.estimators import Linear, X, Y, endless, make, refuse, saved_steps, step_of, times, values
+from testing.estimators import Linear, X, Y, endless, make, refuse, saved_steps, step_of, times
 from testing.model_fns import minimizing, zeros
 
 import estimator as est
@@ -49,6 +50,20 @@ def test_input_that_ends_ends_training_with_a_checkpoint(tmp_path):
     assert saved_steps(make(tmp_path).train(times(3), steps=10)) == [0, 3]
 
 
+def test_no_more_batches_are_taken_than_steps(tmp_path):
+    taken = []
+
+    def input_fn():
+        for i in itertools.count():
+            taken.append(i)
+            yield X, Y
+
+    for steps_per_loop in (1, 4):
+        taken.clear()
+        make(tmp_path / str(steps_per_loop), steps_per_loop=steps_per_loop).train(input_fn, steps=6)
+        assert len(taken) == 6
+
+
 @pytest.mark.covers("1.3 input ends early")
 def test_empty_input_warns_and_makes_no_step(tmp_path, messages):
     estimator = make(tmp_path)
@@ -76,20 +91,29 @@ def test_bad_numbers_of_steps_are_errors(tmp_path, given, message):
         make(tmp_path).train(refuse, **given)
 
 
-EVERY = {"save_checkpoints_steps": 1, "keep_checkpoint_max": 1}
+@pytest.mark.quick
+@pytest.mark.parametrize("steps_per_loop", [1, 4])
+def test_an_error_of_the_input_propagates_and_nothing_is_saved_after_it(tmp_path, steps_per_loop):
+    def input_fn():
+        yield from [(X, Y)] * 5
+        raise KeyError("from the input")
+
+    estimator = make(tmp_path, save_checkpoints_steps=2, steps_per_loop=steps_per_loop)
+    with pytest.raises(KeyError, match="from the input"):
+        estimator.train(input_fn)
+    assert saved_steps(estimator) == [0, 2, 4]
+    assert step_of(estimator.train(endless, steps=1)) == 5
 
 
-@pytest.mark.parametrize(
-    ("config", "saved"),
-    [
-        ({"save_checkpoints_steps": 2, "keep_checkpoint_max": 2}, [4, 5]),
-        ({"save_checkpoints_secs": 1e-6, "keep_checkpoint_max": None}, [0, 1, 2, 3, 4, 5]),
-        (EVERY | {"keep_checkpoint_every_n_hours": 1e-9}, [0, 1, 2, 3, 4, 5]),
-        (EVERY | {"keep_checkpoint_every_n_hours": 100}, [0, 5]),
-    ],
-)
-def test_checkpoints_are_saved_and_kept_as_the_config_says(tmp_path, config, saved):
-    assert saved_steps(est.Estimator(Linear(), tmp_path, est.RunConfig(**config)).train(endless, steps=5)) == saved
+def test_keep_checkpoint_max_leaves_the_newest(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=2, keep_checkpoint_max=2)
+    estimator.train(endless, steps=7)
+    assert saved_steps(estimator) == [6, 7]
+
+
+def test_saving_by_seconds(tmp_path):
+    estimator = est.Estimator(Linear(), tmp_path, est.RunConfig(save_checkpoints_secs=1e-6, keep_checkpoint_max=None))
+    assert saved_steps(estimator.train(endless, steps=3)) == [0, 1, 2, 3]
 
 
 @pytest.mark.covers("1.3 never")
@@ -115,7 +139,8 @@ def test_without_checkpoints_an_earlier_one_stays_what_it_was(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.covers("12 TPUEstimator: steps per program")
-def test_steps_per_loop_changes_nothing_but_speed(tmp_path, messages, caplog):
+@pytest.mark.parametrize("steps_per_loop", [2, 3, 50, "auto"])
+def test_steps_per_loop_changes_nothing_but_speed(tmp_path, messages, caplog, steps_per_loop):
     smaller = (X[:2], Y[:2])
 
     def run(k):
@@ -127,18 +152,17 @@ def test_steps_per_loop_changes_nothing_but_speed(tmp_path, messages, caplog):
         logged = [int(m[1]) for text in messages() if (m := re.search(r"step = (\d+)", text))]
         return estimator, saved_steps(estimator), logged
 
-    one, *seen = run(1)
-    assert seen == [[0, 7, 14, 17, 24, 25], [1, 4, 8, 12, 16, 18, 21, 25]]
-    for steps_per_loop in (3, 50, "auto"):
-        several, *same = run(steps_per_loop)
-        assert same == seen
-        for name, value in values(one).items():
-            np.testing.assert_allclose(several.get_variable_value(name), value, rtol=2e-5, atol=1e-7)
+    one, one_saved, one_logged = run(1)
+    several, several_saved, several_logged = run(steps_per_loop)
+    assert one_saved == several_saved == [0, 7, 14, 17, 24, 25]
+    assert one_logged == several_logged == [1, 4, 8, 12, 16, 18, 21, 25]
+    for name in one.get_variable_names():
+        np.testing.assert_allclose(one.get_variable_value(name), several.get_variable_value(name), rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.quick
 @pytest.mark.covers("1.3 log lines: model_fn is called")
-@pytest.mark.parametrize("steps_per_loop", [1, "auto"])
+@pytest.mark.parametrize("steps_per_loop", [1, 7, "auto"])
 def test_something_is_logged_before_compiling_and_after_the_first_step(
     tmp_path, messages, compilations, steps_per_loop
 ):

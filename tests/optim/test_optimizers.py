@@ -10,6 +10,7 @@ import pytest
 from testing.model_fns import minimizing, ones, zeros
 from testing.towers import (
     FOUR,
+    assert_close,
     assert_same_training,
     mlp_model_fn,
     reduced,
@@ -71,13 +72,7 @@ EVERYTHING = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, towers, reduction",
-    [
-        ("schedule", 4, "mean"),
-        ("masked", 2, "mean"),
-        ("schedule_free", 2, "mean"),
-        ("clip_to_params", 4, "sum"),
-        ("one of everything", 2, "sum"),
-    ],
+    [(name, *[(2, "sum"), (4, "mean"), (2, "mean"), (4, "sum")][i % 4]) for i, name in enumerate(WRAPPED)],
 )
 def test_what_optax_wraps_trains_as_on_one_device(optimizer, towers, reduction):
     model_fn = mlp_model_fn(WRAPPED[optimizer](), reduction)
@@ -107,13 +102,14 @@ def steps_taken(model_fn, towers, steps=3):
     return np.diff(np.stack(values)), state
 
 
-def test_a_schedule_counts_steps():
-    taken, state = steps_taken(slope_model_fn(lambda: TowerOptimizer(optax.sgd(schedule))), towers=4)
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_a_schedule_counts_steps(towers):
+    taken, state = steps_taken(slope_model_fn(lambda: TowerOptimizer(optax.sgd(schedule))), towers)
     np.testing.assert_allclose(taken, -3 * np.array(RATES))
     assert state.slots["optimizer"][1].count == 3
 
 
-@pytest.mark.parametrize("towers", [None, 4])
+@pytest.mark.parametrize("towers", [None, 1, 4])
 def test_a_function_may_make_the_optimizer_from_the_step(towers):
     """As a learning rate made by `tf.train.exponential_decay(..., global_step)`."""
     model_fn = slope_model_fn(lambda: TowerOptimizer(lambda: optax.sgd(schedule(est.global_step()))))
@@ -154,6 +150,16 @@ def test_multi_steps_counts_steps():
     taken, state = steps_taken(slope_model_fn(lambda: TowerOptimizer(optimizer)), towers=2, steps=4)
     np.testing.assert_allclose(taken, [0, -3, 0, -3])
     assert state.slots["optimizer"].gradient_step == 2
+
+
+def test_injected_hyperparams_are_changed_between_steps():
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    model = est.transform(replicate(slope_model_fn(lambda: TowerOptimizer(optimizer)), 2))
+    state, _ = model.train_step(model.init(jax.random.key(0), FOUR), FOUR)
+    hyperparams = state.slots["optimizer"].hyperparams
+    hyperparams["learning_rate"] = hyperparams["learning_rate"] / 2
+    state, _ = model.train_step(state, FOUR)
+    np.testing.assert_allclose(state.variables["w"], -3 - 1.5)
 
 
 def test_optax_may_mix_dtypes_although_the_user_may_not():
@@ -198,12 +204,34 @@ def gan_model_fn(reduction="mean", reverse=False):
 
 
 @pytest.mark.slow
-def test_a_gan():
+@pytest.mark.parametrize("towers, reduction", [(1, "mean"), (2, "sum")])
+def test_a_gan(towers, reduction):
     """The order of its two updates does not matter, since all gradients are taken at the values of the start."""
-    reversed_in_towers = replicate(gan_model_fn("sum", reverse=True), 2, "sum")
-    state = assert_same_training(gan_model_fn("sum"), reversed_in_towers, regression(8, steps=4))
+    state = assert_same_training(
+        gan_model_fn(reduction),
+        replicate(gan_model_fn(reduction, reverse=True), towers, reduction),
+        regression(8, steps=4),
+    )
     assert set(state.slots) == {"discriminator", "generator"}
     assert set(state.slots["generator"][0].trace) == {"generator/w", "generator/b"}
+
+
+@pytest.mark.slow
+def test_a_gan_through_the_estimator(tmp_path):
+    """Trained on two towers, stopped, and trained further on four."""
+    x, y = regression(8, steps=4)
+    batches = list(zip(x, y, strict=True))
+
+    def trained(model_dir, *parts):
+        for towers, begin, end in parts:
+            estimator = est.Estimator(replicate(gan_model_fn(), towers), model_dir, est.RunConfig(seed=0))
+            estimator.train(lambda begin=begin, end=end: batches[begin:end])
+        return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
+
+    want = trained(tmp_path / "one", (None, 0, 4))
+    got = trained(tmp_path / "towers", (2, 0, 2), (4, 2, 4))
+    assert "discriminator/0/mu/discriminator/w" in want
+    assert_close(got, want)
 
 
 def test_optimizers_of_one_name():

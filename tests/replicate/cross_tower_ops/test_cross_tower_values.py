@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from testing.copies import everywhere
 from testing.refused import raises
 
 import estimator as est
@@ -118,7 +117,6 @@ def test_a_device_that_has_no_array():
 
 TWICE = "`PerTower` takes one array per device; got several on one of "
 ALIKE = "`PerTower` takes arrays of one shape and dtype; got "
-EVERYWHERE = jax.device_put(jnp.ones(2), everywhere(CPUS[:4]))
 IN_A_LIST = " in a list, which is on no device. Give a dict, `PerTower({device: array})`."
 
 
@@ -142,13 +140,22 @@ IN_A_LIST = " in a list, which is on no device. Give a dict, `PerTower({device: 
         ({"/cpu:0": slices([1]), "/cpu:1": slices([1], rows=5)}, ValueError, ALIKE),
         ({"/cpu:0": slices([1]), "/cpu:1": slices([1], np.float16)}, ValueError, ALIKE),
         ({"/cpu:0": slices([[1]])}, ValueError, "`PerTower` got IndexedSlices with values of shape (1, 2)"),
-        ([jnp.ones(2), jnp.ones(2)], ValueError, TWICE + "cpu:0, cpu:0."),
-        ([EVERYWHERE], ValueError, "got an array that is on 4 devices. Give one for each device, such as `[shard"),
     ],
 )
 def test_values_that_are_none(values, kind, message):
     with raises(kind, message):
         PerTower(values)
+
+
+def test_arrays_on_the_same_device():
+    with raises(ValueError, TWICE + "cpu:0, cpu:0."):
+        PerTower([jnp.ones(2), jnp.ones(2)])
+
+
+def test_an_array_on_several_devices():
+    everywhere = jax.sharding.NamedSharding(jax.make_mesh((4,), ("x",)), jax.sharding.PartitionSpec())
+    with raises(ValueError, "`PerTower` got an array that is on 4 devices. Give one for each device, such as `[shard"):
+        PerTower([jax.device_put(jnp.ones(2), everywhere)])
 
 
 def test_arrays_within_a_program_are_on_no_device():

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from testing.towers import assert_close, results
 from testing.wide import wide
 
@@ -18,6 +20,7 @@ import estimator as est
 from replicate import TowerOptimizer
 
 CLASSES, WIDTH = 5, 8
+LAYOUTS = ["whole", "cut", "spread rows"]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["sums", "largest"], meta_fields=[])
@@ -110,6 +113,8 @@ def law_model_fn(layout):
         # As in a classifier, the classes come from the model's output.
         kind = jnp.clip(jnp.round(jnp.abs(score)).astype(jnp.int32), 0, CLASSES - 1)
         rows = by_row(x, kind, table)
+        if mode == est.ModeKeys.PREDICT:
+            return est.EstimatorSpec(mode, predictions=rows)
         smooth = sum(jnp.tanh(rows[name]).sum(1) for name in ("sort", "take_along", "cumsum", "gather", "scan"))
         pooled = jnp.zeros((CLASSES, WIDTH)).at[kind].add(x)[kind] + jax.ops.segment_sum(table[kind], kind, CLASSES)[0]
         # A sum over rows that mixes them would differ by how they are split; its derivative is all that is wanted.
@@ -131,8 +136,8 @@ def law_model_fn(layout):
     return model_fn
 
 
-def rows_of(rows):
-    x = np.random.default_rng(0).normal(size=(rows, WIDTH)).astype(np.float32)
+def rows_of(rows, seed=0):
+    x = np.random.default_rng(seed).normal(size=(rows, WIDTH)).astype(np.float32)
     return x, np.sin(x.sum(-1)).astype(np.float32)
 
 
@@ -148,6 +153,8 @@ def started():
 
 def outcome(model, mode, x, y):
     """All numbers of a step; a plain pytree."""
+    if mode == est.ModeKeys.PREDICT:
+        return model.predict_step(started(), x).predictions
     if mode == est.ModeKeys.TRAIN:
         after, spec = model.train_step(started(), x, y)
     else:
@@ -162,6 +169,13 @@ def outcome(model, mode, x, y):
     }
 
 
+def assert_same(layout, towers, parts, mode, rows, seed=0):
+    x, y = rows_of(rows, seed)
+    want = outcome(model_of("whole"), mode, x, y)
+    got = outcome(model_of(layout, towers, parts), mode, x, y)
+    assert_close(jax.device_get(got), jax.device_get(want), rtol=1e-4, atol=1e-5)
+
+
 # A few: each compiles programs of a minute or so.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -170,14 +184,24 @@ def outcome(model, mode, x, y):
         (4, 2, "whole", est.ModeKeys.TRAIN, 12),
         (2, 4, "spread rows", est.ModeKeys.TRAIN, 8),
         (2, 2, "cut", est.ModeKeys.EVAL, 7),
-        (3, 2, "spread rows", est.ModeKeys.EVAL, 13),
+        (4, 2, "whole", est.ModeKeys.EVAL, 3),
+        (4, 2, "whole", est.ModeKeys.PREDICT, 7),
     ],
 )
 def test_a_step_of_scatters_sorts_gathers_and_loops(towers, parts, layout, mode, rows):
-    x, y = rows_of(rows)
-    want = outcome(model_of("whole"), mode, x, y)
-    got = outcome(model_of(layout, towers, parts), mode, x, y)
-    assert_close(jax.device_get(got), jax.device_get(want), rtol=1e-4, atol=1e-5)
+    assert_same(layout, towers, parts, mode, rows)
+
+
+@pytest.mark.slow
+@settings(max_examples=2, deadline=None)
+@given(
+    rows=st.integers(1, 13),
+    seed=st.integers(0, 100),
+    shape=st.sampled_from([(2, 2), (4, 2), (2, 4), (3, 2)]),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_any_number_of_rows_counts_once(rows, seed, shape, layout):
+    assert_same(layout, *shape, est.ModeKeys.EVAL, rows, seed)
 
 
 def counts(x):

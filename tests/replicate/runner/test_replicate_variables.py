@@ -17,6 +17,15 @@ def one_step(model_fn, features, towers):
     return model.train_step(state, features)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
+def test_assign_merges_by_aggregation(aggregation, want):
+    model_fn = assigning(lambda x: est.assign("s", x[0]), aggregation)
+    state, spec = one_step(model_fn, FOUR, 4)
+    assert state.variables["s"] == want
+    np.testing.assert_array_equal(spec.predictions, FOUR)
+
+
 def test_assign_add_sums_over_towers_and_is_seen_in_the_run():
     model_fn = assigning(lambda x: est.assign_add("s", x.sum()), initial=10.0)
     state, spec = one_step(model_fn, FOUR, 2)
@@ -39,6 +48,36 @@ def test_assign_add_after_assign_adds_to_the_merged_value(aggregation, want, tow
 
     state, _ = one_step(assigning(write, aggregation, steps=steps), FOUR, towers)
     assert state.variables["s"] == want + 40.0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("towers", "steps"), [(1, 1), (4, 1), (1, 2), (2, 2)])
+def test_an_integer_counter_counts_every_tower(towers, steps):
+    model_fn = assigning(lambda x: est.assign_add("s", 1), initial=np.int32(5), steps=steps)
+    state, _ = one_step(model_fn, FOUR, towers)
+    assert state.variables["s"] == 5 + towers * steps
+    assert state.variables["s"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("aggregation, want", [("sum", 12), ("only_first_tower", 1)])
+def test_integers_are_assigned_by_sum_or_from_the_first_tower(aggregation, want):
+    model_fn = assigning(lambda x: est.assign("s", x[0].astype(jnp.int32)), aggregation, np.int32(0))
+    state, _ = one_step(model_fn, FOUR, 4)
+    assert state.variables["s"] == want
+
+
+def test_a_pytree_of_statistics_is_averaged():
+    def write(x):
+        old = est.read_variable("s")
+        est.assign("s", {"mean": 0.5 * old["mean"] + 0.5 * x.mean(), "max": x.max(keepdims=True)})
+
+    def loss_of(features, labels):
+        est.get_variable("s", initializer={"mean": 2.0, "max": jnp.zeros(1)}, trainable=False)
+        write(features)
+        return jnp.mean(ones("w") * features)
+
+    state, _ = one_step(minimizing(loss_of), FOUR, 2)
+    assert_close(state.variables["s"], {"mean": jnp.float32(2.5), "max": jnp.full(1, 4.0)})
 
 
 @pytest.mark.parametrize("mode", ["eval_step", "predict_step"])
@@ -74,8 +113,8 @@ def statistics_model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, output, loss, TowerOptimizer(optax.adam(0.02)).minimize(loss))
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("towers", [3, 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [1, 3])
 def test_written_variables_match_one_big_batch_after_several_steps(towers):
     x, y = regression(24)
     state = assert_same_training(statistics_model_fn, replicate(statistics_model_fn, towers), (x, y))
@@ -94,10 +133,20 @@ def assert_copies_are_identical(state, towers):
 
 def test_every_copy_of_every_variable_is_the_same_to_the_bit_after_a_loop():
     x, y = regression(24)
-    model, state = started(replicate(statistics_model_fn, 4), x[0], y[0])
+    model = est.transform(replicate(statistics_model_fn, 4))
+    state, _ = model.train_loop(model.init(jax.random.key(0), x[0], y[0]), (x, y))
     assert_copies_are_identical(state, 4)
-    state, _ = model.train_loop(state, (x, y))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mean", [None, "pmean"])
+def test_every_copy_of_batch_norms_statistics_is_the_same_to_the_bit_after_each_step(mean):
+    x, y = regression(24)
+    model, state = started(replicate(batch_norm_model_fn(mean), 4), x[0], y[0])
     assert_copies_are_identical(state, 4)
+    for batch in zip(x, y, strict=True):
+        state, _ = model.train_step(state, *batch)
+        assert_copies_are_identical(state, 4)
 
 
 RATES = {"mean": 0.1, "sum": 0.1 / 24}
@@ -209,6 +258,15 @@ def test_variables_of_several_dtypes_train_together(towers):
     assert state.variables["w"] == -2.0
     assert state.variables["half"] == -2.0
     assert state.variables["half"].dtype == jnp.bfloat16
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("towers", "steps"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_flag_is_assigned_from_the_first_tower(towers, steps):
+    model_fn = assigning(lambda x: est.assign("s", x[0] == 1.0), "only_first_tower", np.bool_(False), steps)
+    state, _ = one_step(model_fn, FOUR, towers)
+    assert state.variables["s"].dtype == jnp.bool_
+    assert state.variables["s"]
 
 
 @pytest.mark.quick
