@@ -50,12 +50,20 @@ class Plan:
       step: the number of steps that are done.
       last_step: where the run ends; if None, with its input.
       bounds: of the next chunk.
+      reported: whether the model_fn reports something: then a step after which hooks may read it is alone, too.
     """
 
-    def __init__(self, hooks: Sequence[Hook], step: int, last_step: int | None, bounds: Callable[[], Bounds]) -> None:
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        step: int,
+        last_step: int | None,
+        bounds: Callable[[], Bounds],
+        reported: bool = False,
+    ) -> None:
         self.hooks = hooks
         self._asking = {i for i, hook in enumerate(hooks) if type(hook).before_run is not Hook.before_run}
-        self._alone = {i for i in self._asking if not hooks[i].before_run_may_be_early}
+        self._alone = {i for i in self._asking if reported or not hooks[i].before_run_may_be_early}
         self._next: list[int | None] = [None] * len(hooks)
         self._step = step
         self._last_step = last_step
@@ -78,7 +86,8 @@ class Plan:
             return Chunk(most, (), False, False, *of_program)
         due = [i for i, known in enumerate(self._next) if known == end]
         alone = not self._alone.isdisjoint(due)
-        # The last step is left to the next chunk, so that `before_run` is called right before it and not steps early.
+        # The last step is left to the next chunk, so that `before_run` is called right before it and not steps early,
+        # and that a program which reports makes one step.
         if alone and end - start > 1:
             self._step = end - 1
             return Chunk(end - 1 - start, (), False, False, *of_program)

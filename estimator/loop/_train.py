@@ -140,7 +140,8 @@ class Training(RunContext):
         """The programs to run, each with the hooks to call around it, the position in the input after it, which is
         known after the last one of a chunk, and the number of steps after which to look at losses; their input is made
         ready by a thread."""
-        plan = Plan(self.hooks, self.global_step, self._last_step, size.bounds)
+        reported = bool(self._programs.info.reported)
+        plan = Plan(self.hooks, self.global_step, self._last_step, size.bounds, reported)
 
         def make(pairs: list[Pair], chunk: Chunk) -> list[ProgramCall]:
             return self._programs.runs(pairs, chunk.room, chunk.alone, chunk.reports)
