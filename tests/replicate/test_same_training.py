@@ -240,15 +240,17 @@ def by_steps(model_fn, batches):
 
 
 LAYERED = {
-    "sharded, ring": RUNNERS["sharded, ring"],
     "2 of 4 devices": RUNNERS["2 of 4 devices"],
-    "4 towers on one device": RUNNERS["4 towers on one device"],
-    "server, segments, micro-batches": towers(
-        2, 1.0, {"accumulate_steps": 2}, tower_transform=est.checkpoint_segments, variable_distribution=SERVER
+    "round robin, on one device": on_one(4, variable_distribution=ROUND_ROBIN),
+    "sharded, ring, segments, micro-batches": towers(
+        2,
+        0.5,
+        {"accumulate_steps": 2},
+        tower_transform=est.checkpoint_segments,
+        variable_distribution=VariableDistribution.SHARDED,
+        cross_tower_ops=AllReduce("ring", num_packs=2),
     ),
-    "round robin, on_nan, a loss scale, checked": scaled(
-        towers(2, on_nan="skip", check=True, variable_distribution=ROUND_ROBIN)
-    ),
+    "server, on_nan, a loss scale, checked": scaled(towers(2, on_nan="skip", check=True, variable_distribution=SERVER)),
 }
 
 
