@@ -194,7 +194,8 @@ VALUES = {
 # Nothing here looks at these: they hold together.
 TOGETHER = """log_compiles explain_cache_misses softmax_custom_jvp allow_f16_reductions auto_pcast named_scope
     default_matmul_precision array_garbage_collection_guard jax_check_static_indices jax_use_direct_linearize
-    jax_pallas_enable_debug_checks""".split()
+    jax_pallas_enable_debug_checks jax_traceback_filtering jax_enable_compilation_cache
+    threefry_partitionable""".split()
 # These raise an error where what they look for is done: together, too.
 GUARDS = """checking_leaks legacy_prng_key numpy_dtype_promotion numpy_rank_promotion enable_checks debug_key_reuse
     thread_guard jax_transfer_guard jax_disallow_mesh_context_manager""".split()
