@@ -12,7 +12,7 @@ from replicate import VariableDistribution, replicate_model_fn
 from testing.estimators import refuse
 from testing.scenarios import team, team_lives
 
-STEPS, SAVE_EVERY = 30, 10
+STEPS, SAVE_EVERY = 20, 10
 _RNG = np.random.default_rng(0)
 X = _RNG.normal(size=(64, 4)).astype(np.float32)
 Y = np.sin(X.sum(1, keepdims=True))
