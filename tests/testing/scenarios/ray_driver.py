@@ -1,6 +1,6 @@
-"""Drives trainings in workers of Ray, on a cluster that it starts on this host, and prints what came of each as JSON.
+"""Drives trainings in workers of Ray, on a cluster that it starts on this host: `ray_driver.py <folder>`.
 
-ray_driver.py <folder>
+It reads names of work, one a line, and writes what came of each into <folder>/<name>.json.
 """
 
 import hashlib
@@ -58,11 +58,15 @@ def worker(config):
     jax.config.update("jax_num_cpu_devices", devices)
     import estimator as est
     from replicate.ray import PreemptionHook, ReportHook, initialize
+    from testing import compiled
 
+    compiled.use_folder()
     initialize(timeout_secs=60)
     rank, folder = jax.process_index(), pathlib.Path(config["folder"])
     attempt = len(list(folder.glob(f"attempt-{rank}-*")))
-    (folder / f"attempt-{rank}-{attempt}").touch()
+    estimator = make(config["model_dir"], save=config.get("save", 10))
+    begins = os.path.basename(estimator.latest_checkpoint() or "")
+    (folder / f"attempt-{rank}-{attempt}").write_text(begins)
     accidents = config.get("accidents", [])
 
     class Accident(est.Hook):
@@ -79,22 +83,21 @@ def worker(config):
                     asks.start()
                     asks.join()
             if attempt == 0 and config.get("is_preempted"):  # in the half of its steps that is left the notice comes
+                (folder / "trains").touch()
                 time.sleep(1)
-                while context.global_step > 25 and not (folder / "drained").exists():
+                while context.global_step > config["max_steps"] - 25 and not (folder / "drained").exists():
                     time.sleep(0.1)
 
     hooks = [Accident(), ReportHook(every_steps=20), PreemptionHook(every_steps=5)]
-    estimator = make(config["model_dir"], save=config.get("save", 10))
-    begins = estimator.latest_checkpoint()
     (folder / "node").write_text(ray.get_runtime_context().get_node_id())
     estimator.train(input_fn, hooks=hooks, max_steps=config["max_steps"])
-    result = {"sha": fingerprint(estimator), "processes": jax.process_count(), "attempts": attempt + 1}
-    return {**result, "from": begins and os.path.basename(begins)}
+    begun = [(folder / f"attempt-{rank}-{i}").read_text() for i in range(attempt + 1)]
+    return {"sha": fingerprint(estimator), "processes": jax.process_count(), "from": begun}
 
 
 def fit(folder, workers=2, **config):
-    """Trains by a JaxTrainer; returns what worker 0 does, and its last report."""
-    config = {"folder": str(folder), "model_dir": str(folder / "model"), **config}
+    """Trains by a JaxTrainer the model of all trainings; returns what worker 0 does."""
+    config = {"folder": str(folder), "model_dir": str(folder.parent / "model"), **config}
     folder.mkdir(exist_ok=True)
     result = JaxTrainer(
         worker,
@@ -128,24 +131,27 @@ def drain(cluster, node):
     subprocess.run([*command, *reason, "--deadline-remaining-seconds", "60"], check=True, capture_output=True)
 
 
-def preempt(folder, cluster, nodes):
-    """A training whose node is taken away, in favor of another one. Its config saves at the beginning and the end; it
-    is slow at first, since the notice takes seconds to come, and waits for it to be given."""
+def preempt(folder, cluster, nodes, **config):
+    """A training whose node is taken away, in favor of another one. Its config saves at the end alone; it is slow at
+    first, since the notice takes seconds to come, and waits for it to be given."""
     nodes = {node.node_id: node for node in [*nodes, cluster.add_node(num_cpus=2)]}
 
+    def saved():
+        return {path.name for path in (folder.parent / "model").glob("ckpt-*[05]")}
+
     def take_away():
-        while not (folder / "model" / "ckpt-0").exists():
+        while not (folder / "trains").exists():
             time.sleep(0.1)
-        node = nodes[(folder / "node").read_text()]
+        node, before = nodes[(folder / "node").read_text()], saved()
         drain(cluster, node)
         (folder / "drained").touch()
-        while len(list((folder / "model").glob("ckpt-*[05]"))) < 2:
+        while saved() == before:
             time.sleep(0.1)
         cluster.remove_node(node)
 
     thread = threading.Thread(target=take_away, daemon=True)
     thread.start()
-    result = fit(folder, max_steps=50, is_preempted=True, save=1000)
+    result = fit(folder, is_preempted=True, save=1000, **config)
     thread.join(30)
     return result
 
@@ -157,12 +163,13 @@ def main(folder):
     accidents = [("kill", 1, 25), ("kill", 0, 37), ("stop", 1, 45)]
     work = {
         "killed": lambda: fit(folder / "killed", max_steps=50, accidents=accidents),
-        "elastic": lambda: [fit(folder / "killed", n, max_steps=last) for n, last in ((1, 60), (2, 70))],
+        "alone": lambda: fit(folder / "alone", workers=1, max_steps=60),
+        "preempted": lambda: preempt(folder / "preempted", cluster, [node], max_steps=110),
         "relative": lambda: ray.get(ray.remote(Relative).remote().call.remote()),
-        "preempted": lambda: preempt(folder / "preempted", cluster, [node]),
     }
-    for name in sys.argv[2:]:
-        (folder / f"{name}.json").write_text(json.dumps(work[name]()))
+    for name in map(str.strip, sys.stdin):
+        (folder / "result").write_text(json.dumps(work[name]()))
+        os.rename(folder / "result", folder / f"{name}.json")
     ray.shutdown()
     cluster.shutdown()
 

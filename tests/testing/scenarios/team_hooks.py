@@ -82,7 +82,7 @@ def hooked(folder):
 
     by_secs = make(os.path.join(folder, "secs"), with_chief_hook, save_checkpoints_secs=0.05, keep_checkpoint_max=None)
     with jax.log_compiles():
-        by_secs.train(lambda: slowly(batches(40)), hooks=[clock, noted])
+        by_secs.train(lambda: slowly(batches(20)), hooks=[clock, noted])
     say(clock=clock.steps, ended=ended(), saved=by_secs.latest_checkpoint())
 
     trackers = [est.trackers.CsvTracker()]
@@ -108,8 +108,8 @@ def hooked(folder):
     stopped.train(lambda: batches(3), hooks=[evaluator])
     say(in_memory=evaluator.results)
 
-    slow = make(os.path.join(folder, "slow"), log_step_count_steps=20)
-    slow.train(lambda: slowly(batches(60), secs=0.05 * jax.process_index()))
+    slow = make(os.path.join(folder, "slow"), log_step_count_steps=10)
+    slow.train(lambda: slowly(batches(30), secs=0.05 * jax.process_index()))
     say(waited=[row["input"] for row in est.goodput(slow.model_dir).rows])
 
     # One process gives up what it has in memory; the others must not take theirs then.
