@@ -32,7 +32,7 @@ def values(ended):
 def test_clocks_may_differ(values, folder):
     assert values[0]["clock"] == values[1]["clock"]
     assert len(values[0]["clock"]) > 2
-    assert values[0]["ended"] == values[1]["ended"] == ["input", 20]
+    assert values[0]["ended"] == values[1]["ended"] == ["input", 30]
     assert values[0]["saved"] == values[1]["saved"]
     assert len(saved_at(os.path.join(folder, "secs"))) > 2
 

@@ -82,7 +82,7 @@ def hooked(folder):
 
     by_secs = make(os.path.join(folder, "secs"), with_chief_hook, save_checkpoints_secs=0.05, keep_checkpoint_max=None)
     with jax.log_compiles():
-        by_secs.train(lambda: slowly(batches(20)), hooks=[clock, noted])
+        by_secs.train(lambda: slowly(batches(30)), hooks=[clock, noted])
     say(clock=clock.steps, ended=ended(), saved=by_secs.latest_checkpoint())
 
     trackers = [est.trackers.CsvTracker()]
