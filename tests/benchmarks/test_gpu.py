@@ -1,4 +1,8 @@
-"""`benchmarks/gpu.py`, in small and on a CPU: every part has figures that can be."""
+"""`benchmarks/gpu.py`, in small and on a CPU: every part has figures that can be.
+
+The transformer and the resnet are timed by the same code as the multi-layer perceptron, so they are run where no other
+model is: one for its memory, the other for predictions. Their training steps are traced alone.
+"""
 
 import json
 import math
@@ -8,15 +12,28 @@ import runpy
 import subprocess
 import sys
 
+import jax
 import pytest
 
+import estimator as est
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+TRACED = ["transformer", "resnet"]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The names in the script."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"))
 
 
 @pytest.mark.slow
-def test_the_command_for_a_gpu_runs_on_a_cpu_in_small(tmp_path):
+def test_the_command_for_a_gpu_runs_on_a_cpu_in_small(gpu, tmp_path):
+    assert set(TRACED) < set(gpu["PARTS"])
+    parts = [part for part in gpu["PARTS"] if part not in TRACED]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "benchmarks/gpu.py", "--json", str(tmp_path / "figures.json")]
+    command = [sys.executable, "benchmarks/gpu.py", "--json", str(tmp_path / "figures.json"), "--only", *parts]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=1000)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "There is no GPU: jax.default_backend() is 'cpu'." in done.stdout
@@ -29,7 +46,8 @@ def test_the_command_for_a_gpu_runs_on_a_cpu_in_small(tmp_path):
 
     steps = tables.pop("A training step")
     assert {(row["model"], row["dtype"], row["steps_per_loop"]) for row in steps} == {
-        (model, *how) for model in ("mlp", "transformer", "resnet") for how in (("float32", 1), ("bfloat16", "auto"))
+        ("mlp", "float32", 1),
+        ("mlp", "bfloat16", "auto"),
     }
     for row in steps:  # no times here: what else the machine does would decide
         assert float(row["losses differ by"]) <= (1e-5 if row["dtype"] == "float32" else 1e-3)
@@ -46,12 +64,28 @@ def test_the_command_for_a_gpu_runs_on_a_cpu_in_small(tmp_path):
     assert [row["step behind"] for row in slow] == ["no input", "an input of 4 ms"]
     assert {"training stands still", "until it is on disk"} <= {row["time"] for row in checkpoint}
     assert all(row["by hand"] > 0 and row["Estimator"] > 0 for row in checkpoint)
-    assert len(tables.pop("Prediction (ratio of times)")) == 1
+    [predicted] = tables.pop("Prediction (ratio of times)")
+    assert predicted["model"] == "resnet"
     [tests] = tables.pop("Tests marked `gpu`")
     assert "3 skipped" in tests["outcome"] and "needs a GPU; jax.default_backend() is 'cpu'" in done.stdout
     assert not tables
 
     assert len(figures["plot"]["values"]) == len(steps) + 1 + len(slow) + len(checkpoint) + 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TRACED)
+def test_both_sides_of_other_models_have_a_training_step(gpu, name, dtype):
+    model = gpu["model_of"](name, True, dtype)
+    by_hand, estimator = gpu["gpu_models"].ByHand(model), est.transform(gpu["gpu_models"].model_fn_of(model))
+    batch = model.batches[0]
+    with jax.numpy_dtype_promotion("standard"):  # as in the script
+        before = jax.eval_shape(by_hand.state)
+        after, loss = jax.eval_shape(by_hand.program, before, batch)
+        state = jax.eval_shape(estimator.init, jax.random.key(0), *batch)
+        trained, spec = jax.eval_shape(estimator.train_step, state, *batch)
+    assert after == before and loss.shape == ()
+    assert trained == state and spec.loss == loss
 
 
 @pytest.mark.slow
