@@ -252,7 +252,7 @@ def main() -> None:
         compare(models, chosen(PEERS), arguments)
     with tempfile.TemporaryDirectory() as folder:
         if real_models := [model for model in arguments.models if model in real.data.MODELS]:
-            real.data.write(pathlib.Path(folder))
+            real.data.write(pathlib.Path(folder), real_models)
         for model in real_models:
             compare([model], chosen(REAL), arguments, folder)
 
