@@ -13,6 +13,7 @@ from testing.website.scripts import run_script
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 AS_USERS_COMPILE = ["flax_module.py", "resume.py"]  # slow convolutions otherwise; bits that are compared
+SHORTER = {"flax_module.py": ["--steps=200"]}  # its 400 take as long as all that is compiled
 SEVERAL_RUNS = ["block_sync.py"]  # in one process, each with a log
 OTHER_LINES = r"\] (Calling model_fn |Evaluation: |Exported |Values of \d towers on cpu are summed by )"
 FRESH = [("digits.py", "--towers=4"), ("-mpytest", "-s")]  # in fresh interpreters, as users do; others in a copy of one
@@ -44,7 +45,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory):
     base = tmp_path_factory.mktemp("examples")
 
     def run_on(example, towers):
-        stdout, stderr = run(example, f"--towers={towers}", f"--model_dir={base / f'{example}-{towers}'}")
+        options = [f"--model_dir={base / f'{example}-{towers}'}", *SHORTER.get(example, [])]
+        stdout, stderr = run(example, f"--towers={towers}", *options)
         if example not in SEVERAL_RUNS:
             assert losses(stderr)
             others = re.findall(OTHER_LINES, stderr)
@@ -127,7 +129,7 @@ def test_an_example_classifies_right(trained, example, towers):
 
 
 def test_an_nnx_model_reads_digits_right():
-    stdout, _ = run("flax_module.py", "--nnx", "--steps=150")
+    stdout, _ = run("flax_module.py", "--nnx", "--steps=100")
     assert accuracy(stdout) >= 0.95
 
 
