@@ -14,8 +14,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "scale.py"
-
-
 RUN = ["variables", "table", "processes"]
 
 
