@@ -73,6 +73,7 @@ def test_the_command_for_a_gpu_runs_on_a_cpu_in_small(gpu, tmp_path):
     assert len(figures["plot"]["values"]) == len(steps) + 1 + len(slow) + len(checkpoint) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", TRACED)
 def test_both_sides_of_other_models_have_a_training_step(gpu, name, dtype):
