@@ -87,10 +87,11 @@ def test_an_evaluator_that_has_evaluated_the_last_checkpoint_ends_at_once(tmp_pa
 def test_training_may_remove_checkpoints_while_they_are_evaluated(tmp_path, store):
     model_dir = f"memory://{uuid.uuid4().hex}" if store else tmp_path / "model"
     os.makedirs(tmp_path / "model")
-    waited = []
+    begun, waited = threading.Event(), []
 
     def input_fn():
         """The first evaluation lasts until training has saved ten checkpoints, and keeps two."""
+        begun.set()
         while not waited and est.checkpoints(model_dir)[-1].step < 10:
             time.sleep(0.02)
         waited.append(1)
@@ -100,7 +101,7 @@ def test_training_may_remove_checkpoints_while_they_are_evaluated(tmp_path, stor
     exporter = Calls()
     spec = est.EvalSpec(input_fn, steps=None, exporters=exporter)
     evaluator = Task(evaluate, make(model_dir), 15, spec)
-    train(trainer, 15)
+    train(trainer, 15, hooks=[At(3, lambda: begun.wait(60))])
     assert evaluator.result() == (trainer.evaluate(times(2)), ["15"])
     steps = evaluated(trainer)
     # In a store nothing holds what is being read: its evaluation may be lost, but is never another one's.

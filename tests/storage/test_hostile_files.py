@@ -67,8 +67,16 @@ def reseal(folder, name, contents):
     file.write_bytes(contents)
 
 
+@pytest.fixture
+def left_by_errors():
+    """Collected once for all examples, since that takes seconds late in a run: orbax leaves a coroutine."""
+    yield
+    gc.collect()
+
+
 @pytest.mark.quick
-@pytest.mark.filterwarnings("ignore:coroutine 'ArrayHandler.metadata' was never awaited")  # of orbax, after an error
+@pytest.mark.usefixtures("left_by_errors")
+@pytest.mark.filterwarnings("ignore:coroutine 'ArrayHandler.metadata' was never awaited")
 @pytest.mark.parametrize("name", OF_A_CHECKPOINT)
 @pytest.mark.parametrize("reads", [READS, RUNS], ids=["reads", "runs"])
 @settings(max_examples=5, deadline=None, derandomize=True)
@@ -82,7 +90,6 @@ def test_any_contents_of_a_checkpoint_are_read_or_an_error_that_names_it(trained
             read(path)
         except (ValueError, SystemExit) as error:
             assert str(path) in str(error)
-    gc.collect()
 
 
 def evaluate_once(path):
