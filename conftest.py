@@ -10,7 +10,8 @@ Many tests compile the same program again, since each makes a model_fn of its ow
 of that, for all processes of a run of pytest together, and most of it for the next runs: it is kept in
 `.pytest_cache/compiled`. Compilations are counted as without it.
 
-Nothing is garbage before the first test: what is imported is left out of all collections of garbage, which are rarer.
+Collections of garbage are rare, and look at nothing twice: what one leaves, of what was imported and of the programs of
+tests, is left out of all later ones. Late in a run of all tests, one that looks at everything takes seconds.
 """
 
 import gc
@@ -77,11 +78,21 @@ compiled.make_folder(pathlib.Path(__file__).parent / ".pytest_cache" / "compiled
 compiled.use_folder()
 
 
-def pytest_collection_finish() -> None:
+def collect_garbage() -> None:
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_collection_finish() -> None:
+    collect_garbage()
+    gc.set_threshold(200_000)
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    if gc.get_count()[1]:  # collections of the youngest objects since the last one here
+        collect_garbage()
 
 
 def pytest_report_header() -> str:
