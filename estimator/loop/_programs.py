@@ -157,29 +157,23 @@ class Programs:
         key_data = jax.eval_shape(jax.random.key_data, like.key)
         return self._step.trace(carry_of(like), key_data, *self._batch)
 
-    def runs(self, pairs: Sequence[Pair], most: int, alone: bool = False, reports: bool = False) -> list[ProgramCall]:
+    def runs(self, pairs: Sequence[Pair], most: int, alone: bool = False) -> list[ProgramCall]:
         """The programs that make a step with each batch, in their order.
 
         Args:
           pairs: the batches.
           most: for how many a program has room; the same for many calls, since each number is compiled by itself.
-          alone: whether this is a single step, in a program of its own.
-          reports: whether hooks may read values of the last step.
+          alone: whether this is a single step, in a program of its own, of which hooks may read values.
         """
-        reports = reports and bool(self.info.reported)
+        reports = alone and bool(self.info.reported)
         if not self.loops:
-            last = self._step_reporting if reports else None
-            placed = map(self._from_processes, pairs)
-            return [
-                ProgramCall(self._step, args, [pair], last if i == len(pairs) else None)
-                for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
-            ]
+            reporting = self._step_reporting if reports else None
+            return [ProgramCall(self._step, self._from_processes(pair), [pair], reporting) for pair in pairs]
         room = 1 if alone else max(most, len(pairs))
         # Sparse batches that differ in their number of entries are padded only here: most batches stack as they are.
         stacked = stacked_batches(pairs, room) or stacked_batches(alike(pairs), room)
         if stacked is None:
-            before = [run for pair in pairs[:-1] for run in self.runs([pair], 1, alone=True)]
-            return [*before, *self.runs(pairs[-1:], 1, True, reports)]
+            return [run for pair in pairs for run in self.runs([pair], 1)]
         stacked = self._from_processes(stacked, stacked=True)
         # The number of steps is an argument, so that a chunk that is short runs the same program.
         args = np.int32(len(pairs)), *stacked

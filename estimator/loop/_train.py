@@ -144,7 +144,7 @@ class Training(RunContext):
         plan = Plan(self.hooks, self.global_step, self._last_step, size.bounds, reported)
 
         def make(pairs: list[Pair], chunk: Chunk) -> list[ProgramCall]:
-            return self._programs.runs(pairs, chunk.room, chunk.alone, chunk.reports)
+            return self._programs.runs(pairs, chunk.room, chunk.alone)
 
         for ready, chunk in read_ahead(batches, plan, self, make, _steps_per_loop.SECONDS_OF_A_CHUNK):
             for run in ready.batches[:-1]:
