@@ -39,8 +39,7 @@ class Hook:
     ...         print(context.global_step, values.loss)
     """
 
-    # Whether `before_run` may be called some steps early, so that its step can be the last of a program of several; not
-    # if the model_fn reports something, which programs of one step compute.
+    # Whether `before_run` may be called some steps early, so that its step can be the last of a program of several.
     before_run_may_be_early = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -28,7 +28,8 @@ class Chunk(NamedTuple):
     Attributes:
       steps: their number.
       due: the hooks to call after the last of them.
-      alone: whether it is one step, in a program of its own, of which hooks may read values.
+      alone: whether it is one step, in a program of its own.
+      reports: whether hooks may read values of the last step.
       room: as in its `Bounds`.
       look_every: as in its `Bounds`.
     """
@@ -36,6 +37,7 @@ class Chunk(NamedTuple):
     steps: int
     due: tuple[Hook, ...]
     alone: bool
+    reports: bool
     room: int
     look_every: int
 
@@ -48,20 +50,12 @@ class Plan:
       step: the number of steps that are done.
       last_step: where the run ends; if None, with its input.
       bounds: of the next chunk.
-      reported: whether the model_fn reports something: then a step after which hooks may read it is alone, too.
     """
 
-    def __init__(
-        self,
-        hooks: Sequence[Hook],
-        step: int,
-        last_step: int | None,
-        bounds: Callable[[], Bounds],
-        reported: bool = False,
-    ) -> None:
+    def __init__(self, hooks: Sequence[Hook], step: int, last_step: int | None, bounds: Callable[[], Bounds]) -> None:
         self.hooks = hooks
-        asking = {i for i, hook in enumerate(hooks) if type(hook).before_run is not Hook.before_run}
-        self._alone = {i for i in asking if reported or not hooks[i].before_run_may_be_early}
+        self._asking = {i for i, hook in enumerate(hooks) if type(hook).before_run is not Hook.before_run}
+        self._alone = {i for i in self._asking if not hooks[i].before_run_may_be_early}
         self._next: list[int | None] = [None] * len(hooks)
         self._step = step
         self._last_step = last_step
@@ -81,16 +75,16 @@ class Plan:
         most, *of_program = self._bounds()
         self._step = start + most
         if end is None or self._step < end:
-            return Chunk(most, (), False, *of_program)
+            return Chunk(most, (), False, False, *of_program)
         due = [i for i, known in enumerate(self._next) if known == end]
         alone = not self._alone.isdisjoint(due)
-        # The last step is left to the next chunk, so that `before_run` is called right before it and not steps early,
-        # and that a program which reports makes one step.
+        # The last step is left to the next chunk, so that `before_run` is called right before it and not steps early.
         if alone and end - start > 1:
             self._step = end - 1
-            return Chunk(end - 1 - start, (), False, *of_program)
+            return Chunk(end - 1 - start, (), False, False, *of_program)
         self._step = end
-        return Chunk(end - start, tuple([self.hooks[i] for i in due]), alone, *of_program)
+        reports = not self._asking.isdisjoint(due)
+        return Chunk(end - start, tuple([self.hooks[i] for i in due]), alone, reports, *of_program)
 
     def _ask(self, hook: Hook, start: int) -> int | None:
         wanted = hook.next_step(start)

@@ -83,8 +83,7 @@ class Programs:
     | `loop_reporting`      | with the first `steps` batches  | is returned, of the last  |
 
     Of the spec they keep the loss and what the log shows beside it; what the model_fn reports is computed where a hook
-    reads it only. Each program has the step once, since XLA takes long to compile it: a step that reports is the only
-    one of its loop.
+    reads it only.
 
     Where steps run in loops, a single one does too: out of a loop XLA makes other programs of some steps (those with
     convolutions, on a CPU), of which the last bits differ. So results do not depend on how a run is cut into programs,
@@ -105,16 +104,16 @@ class Programs:
         self._batch = jax.tree.map(_abstract, self._from_processes((features, labels)))
         self._start: tuple[Carry, jax.Array] | None = None
 
-        def compile_run(run: Callable[..., Outcome], reports: bool) -> Program:
-            run = functools.partial(run, reports, model)
+        def compile_run(run: Callable[..., Outcome]) -> Program:
+            run = functools.partial(run, model)
             if not info.is_one_program:
                 return Program(run, jit=False)
             # The state comes out as it goes in: its memory can be reused, and the next call needs no other program.
             homes = info.shardings and jax.tree.map(lambda x: x.sharding, carry_of(info.placed_state))
             return Program(run, donate=True, out_shardings=(homes, None, None))
 
-        self._step, self._step_reporting = (compile_run(step, reports) for reports in (False, True))
-        self._loop, self._loop_reporting = (compile_run(loop, reports) for reports in (False, True))
+        self._step, self._step_reporting = compile_run(step), compile_run(step_reporting)
+        self._loop, self._loop_reporting = compile_run(loop), compile_run(loop_reporting)
 
     @functools.cached_property
     def steps_that_fit(self) -> int:
@@ -157,23 +156,29 @@ class Programs:
         key_data = jax.eval_shape(jax.random.key_data, like.key)
         return self._step.trace(carry_of(like), key_data, *self._batch)
 
-    def runs(self, pairs: Sequence[Pair], most: int, alone: bool = False) -> list[ProgramCall]:
+    def runs(self, pairs: Sequence[Pair], most: int, alone: bool = False, reports: bool = False) -> list[ProgramCall]:
         """The programs that make a step with each batch, in their order.
 
         Args:
           pairs: the batches.
           most: for how many a program has room; the same for many calls, since each number is compiled by itself.
-          alone: whether this is a single step, in a program of its own, of which hooks may read values.
+          alone: whether this is a single step, in a program of its own.
+          reports: whether hooks may read values of the last step.
         """
-        reports = alone and bool(self.info.reported)
+        reports = reports and bool(self.info.reported)
         if not self.loops:
-            reporting = self._step_reporting if reports else None
-            return [ProgramCall(self._step, self._from_processes(pair), [pair], reporting) for pair in pairs]
+            last = self._step_reporting if reports else None
+            placed = map(self._from_processes, pairs)
+            return [
+                ProgramCall(self._step, args, [pair], last if i == len(pairs) else None)
+                for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
+            ]
         room = 1 if alone else max(most, len(pairs))
         # Sparse batches that differ in their number of entries are padded only here: most batches stack as they are.
         stacked = stacked_batches(pairs, room) or stacked_batches(alike(pairs), room)
         if stacked is None:
-            return [run for pair in pairs for run in self.runs([pair], 1)]
+            before = [run for pair in pairs[:-1] for run in self.runs([pair], 1, alone=True)]
+            return [*before, *self.runs(pairs[-1:], 1, True, reports)]
         stacked = self._from_processes(stacked, stacked=True)
         # The number of steps is an argument, so that a chunk that is short runs the same program.
         args = np.int32(len(pairs)), *stacked
@@ -184,15 +189,21 @@ class Programs:
         return placement.from_processes(batch, stacked) if placement.spans_processes else batch
 
 
-def step(reports: bool, model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
-    run = functools.partial(_step, reports)
-    return _outcome(*model.inner_steps(run, state_of(carry, key_data), features, labels))
+def step(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
+    return _outcome(*model.inner_steps(functools.partial(_step, False), state_of(carry, key_data), features, labels))
 
 
-def loop(reports: bool, model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
+def step_reporting(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
+    return _outcome(*model.inner_steps(functools.partial(_step, True), state_of(carry, key_data), features, labels))
+
+
+def loop(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
     """A step with each of the first `steps` of the stacked batches."""
-    run = functools.partial(_loop, reports)
-    return _outcome(*model.inner_steps(run, state_of(carry, key_data), *batches, steps, stacked=True))
+    return _outcome(*model.inner_steps(_loop, state_of(carry, key_data), *batches, steps, stacked=True))
+
+
+def loop_reporting(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
+    return _outcome(*model.inner_steps(_loop_reporting, state_of(carry, key_data), *batches, steps, stacked=True))
 
 
 def _step(
@@ -204,8 +215,19 @@ def _step(
     return state, (bare, bare.replace_unchecked(reported=spec.reported) if reports else None)
 
 
-def _loop(
-    reports: bool, step: Callable[..., Any], state: State, features: PyTree, labels: PyTree, stop: jax.Array
+def _loop(step: Callable[..., Any], state: State, features: PyTree, labels: PyTree, stop: jax.Array) -> Any:
+    return _steps_between(False, step, state, (features, labels), 0, stop)
+
+
+def _loop_reporting(step: Callable[..., Any], state: State, features: PyTree, labels: PyTree, stop: jax.Array) -> Any:
+    state, (specs, _) = _steps_between(False, step, state, (features, labels), 0, stop - 1)
+    state, (last, reporting) = _steps_between(True, step, state, (features, labels), stop - 1, stop)
+    specs = jax.tree.map(lambda x, y: x.at[stop - 1].set(y[stop - 1]), specs, last)
+    return state, (specs, reporting)
+
+
+def _steps_between(
+    reports: bool, step: Callable[..., Any], state: State, batches: Pair, start: jax.Array | int, stop: jax.Array
 ) -> tuple[State, tuple[EstimatorSpec, EstimatorSpec | None]]:
     """The specs of all steps, stacked, and what the last one reports."""
 
@@ -214,7 +236,7 @@ def _loop(
         after, (bare, reporting) = _step(reports, step, State(*carry, state.key), *batch)
         return carry_of(after), bare, reporting
 
-    carry, specs, reporting = loop_over_some(body, carry_of(state), (features, labels), stop)
+    carry, specs, reporting = loop_over_some(body, carry_of(state), batches, start, stop)
     return State(*carry, state.key), (specs, reporting)
 
 

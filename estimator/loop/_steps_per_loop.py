@@ -122,11 +122,11 @@ def _automatic(programs: Programs, hooks: Sequence[Hook], step: int, look_every:
     if not programs.info.is_one_program or debugging():
         return 1
     hooks = [hook for hook in hooks if not isinstance(hook, StopAtStepHook)]  # the end may be near, or far
-    plan = Plan(hooks, step, None, lambda: Bounds(look_every), bool(programs.info.reported))
+    plan = Plan(hooks, step, None, lambda: Bounds(look_every))
     # Several, since the first may be short: a run that resumes begins within an interval of its hooks.
     chunks = [plan.next() for _ in range(4)]
     longest = max(chunk.steps for chunk in chunks if chunk is not None)
     if longest == 1:
         return 1
     # In about equal parts: where 30 steps fit, 100 are 4 programs of 25, and not 3 of 30 and one of 10.
-    return math.ceil(longest / math.ceil(longest / programs.steps_that_fit))
+    return max(1, longest // math.ceil(longest / programs.steps_that_fit))

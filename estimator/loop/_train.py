@@ -140,11 +140,10 @@ class Training(RunContext):
         """The programs to run, each with the hooks to call around it, the position in the input after it, which is
         known after the last one of a chunk, and the number of steps after which to look at losses; their input is made
         ready by a thread."""
-        reported = bool(self._programs.info.reported)
-        plan = Plan(self.hooks, self.global_step, self._last_step, size.bounds, reported)
+        plan = Plan(self.hooks, self.global_step, self._last_step, size.bounds)
 
         def make(pairs: list[Pair], chunk: Chunk) -> list[ProgramCall]:
-            return self._programs.runs(pairs, chunk.room, chunk.alone)
+            return self._programs.runs(pairs, chunk.room, chunk.alone, chunk.reports)
 
         for ready, chunk in read_ahead(batches, plan, self, make, _steps_per_loop.SECONDS_OF_A_CHUNK):
             for run in ready.batches[:-1]:

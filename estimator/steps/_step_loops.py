@@ -51,9 +51,9 @@ def loop_over_all(step: Callable[..., tuple[C, T]], carry: C, batches: tuple[PyT
 
 
 def loop_over_some(
-    step: Callable[..., tuple[C, T, R]], carry: C, batches: tuple[PyTree, ...], stop: jax.Array
+    step: Callable[..., tuple[C, T, R]], carry: C, batches: tuple[PyTree, ...], start: jax.Array | int, stop: jax.Array
 ) -> tuple[C, T, R]:
-    """Makes a step with each of the first `stop` of the stacked batches.
+    """Makes a step with each of the stacked batches from `start` to `stop`.
 
     Where to stop is an argument of the program: XLA would take a loop of one step apart.
 
@@ -73,4 +73,4 @@ def loop_over_some(
     room = jax.tree.leaves(batches)[0].shape[0]
     outputs = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), of_one)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)
-    return jax.lax.fori_loop(0, stop, body, (carry, outputs, nothing))
+    return jax.lax.fori_loop(start, stop, body, (carry, outputs, nothing))
