@@ -6,6 +6,7 @@ import jax
 import pytest
 from testing.signals import handling
 
+from estimator.loop import _steps_per_loop
 from estimator.loop._steps_per_loop import LoopSize
 from estimator.runtime._shared_programs import forget_programs
 
@@ -39,6 +40,12 @@ def quick_steps(monkeypatch):
         return bounds(size)
 
     monkeypatch.setattr(LoopSize, "bounds", known)
+
+
+@pytest.fixture
+def steps_alone(monkeypatch):
+    """Steps of "auto" run alone: a loop whose last step says what the model_fn reports has that step twice."""
+    monkeypatch.setattr(_steps_per_loop, "_automatic", lambda *_: 1)
 
 
 @pytest.fixture

@@ -61,6 +61,7 @@ def test_every_port_is_run_here():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("steps_alone")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_port_trains_evaluates_predicts_and_exports_the_same_on_4_towers(program, tmp_path, monkeypatch):
     module = load(program)
