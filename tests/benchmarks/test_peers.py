@@ -1,4 +1,4 @@
-"""The benchmark beside other libraries: they train the same models to the same losses."""
+"""The benchmark beside other libraries: they train the same models to the same losses; here the smallest of them."""
 
 import json
 import pathlib
@@ -13,12 +13,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_the_peers_that_are_installed_end_with_the_loss_of_the_loop_by_hand():
-    line = [sys.executable, str(ROOT / "benchmarks" / "peers"), "--quick", "--models", "mlp", "tagger"]
+    line = [sys.executable, str(ROOT / "benchmarks" / "peers"), "--quick", "--models", "mlp"]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for peer in ("Estimator", "by hand", "Flax"):
-        assert all(f"{model:12} {peer} " in done.stdout for model in ("mlp", "tagger"))
-    assert done.stdout.count("All end with the same losses") == 2
+        assert f"mlp          {peer} " in done.stdout
+    assert done.stdout.count("All end with the same losses") == 1
 
 
 @pytest.mark.parametrize("machine", ["here", "elsewhere"])
