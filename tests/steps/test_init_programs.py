@@ -29,11 +29,11 @@ def loss_of_many(features, labels):
     return sum(jnp.sum((features @ value) ** 2) for value in values)
 
 
-def first_state(towers, fewest, monkeypatch):
+def first_state(fewest, monkeypatch):
     monkeypatch.setattr(_init_programs, "_FEWEST_ALIKE", fewest)
     slots_begin_as_variables = optax.GradientTransformation(lambda variables: variables, lambda g, slots, _: (g, slots))
     model_fn = minimizing(loss_of_many, slots_begin_as_variables)
-    model = est.transform(replicate(model_fn, towers, "sum"), donate=True)
+    model = est.transform(replicate(model_fn, 2, "sum"), donate=True)
     state = model.init(jax.random.key(3), X)
     kept = jax.tree.map(np.asarray, state._replace(key=jax.random.key_data(state.key)))
     if fewest < 99:
@@ -42,9 +42,8 @@ def first_state(towers, fewest, monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers", [None, 2])
-def test_values_that_are_drawn_apart_are_those_of_one_program(monkeypatch, towers):
-    one, several = (first_state(towers, fewest, monkeypatch) for fewest in (99, 3))
+def test_values_that_are_drawn_apart_are_those_of_one_program(monkeypatch):
+    one, several = (first_state(fewest, monkeypatch) for fewest in (99, 3))
     assert jax.tree.structure(one) == jax.tree.structure(several)
     jax.tree.map(np.testing.assert_array_equal, one, several)
     variables = several.variables
