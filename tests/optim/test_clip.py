@@ -19,7 +19,7 @@ def model_fn_with(optimizer, **options):
     return minimizing(lambda x, y: jnp.mean((x @ zeros("w", (3,)) + zeros("b") - y) ** 2), optimizer, **options)
 
 
-def clipped_by_hand(steps, max_norm):
+def clipped_by_hand(steps):
     def loss(params):
         return jnp.mean((X @ params["w"] + params["b"] - Y) ** 2)
 
@@ -27,8 +27,7 @@ def clipped_by_hand(steps, max_norm):
     for _ in range(steps):
         gradients = jax.grad(loss)(params)
         norms.append(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))))
-        factor = 1.0 if max_norm is None else jnp.minimum(1.0, max_norm / norms[-1])
-        params = jax.tree.map(lambda p, g, factor=factor: p - 0.1 * factor * g, params, gradients)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g / norms[-1], params, gradients)  # the norms are above 1
     return params, norms
 
 
@@ -39,23 +38,21 @@ SHARDED, IN_TURN = (
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "max_norm, towers, options, where",
+    "towers, options, where",
     [
-        (1.0, 2, {"accumulate_steps": 2, "loss_scale": est.DynamicLossScale(2.0**10)}, {}),
-        (1.0, 4, {}, SHARDED),
-        (1.0, 2, {}, IN_TURN),
-        (1e6, 4, {}, {}),
-        (None, 4, {}, SHARDED),
+        (2, {"accumulate_steps": 2, "loss_scale": est.DynamicLossScale(2.0**10)}, {}),
+        (4, {}, SHARDED),
+        (2, {}, IN_TURN),
     ],
 )
-def test_the_norm_is_of_the_gradients_of_the_whole_batch(max_norm, towers, options, where):
-    optimizer = optax.chain(est.clip_by_global_norm(max_norm), optax.sgd(0.1))
+def test_the_norm_is_of_the_gradients_of_the_whole_batch(towers, options, where):
+    optimizer = optax.chain(est.clip_by_global_norm(1.0), optax.sgd(0.1))
     model = est.transform(replicate(model_fn_with(optimizer, **options), towers, **where))
     state, norms = model.init(jax.random.key(0), X, Y), []
     for _ in range(3):
         state, spec = model.train_step(state, X, Y)
         norms.append(spec.train_op.gradient_norms["optimizer"])
-    params, want = clipped_by_hand(3, max_norm)
+    params, want = clipped_by_hand(3)
     np.testing.assert_allclose(norms, want, rtol=2e-5)
     for name, value in params.items():
         np.testing.assert_allclose(state.variables[name], value, rtol=2e-4)
@@ -87,6 +84,8 @@ def test_the_norm_of_looked_up_rows_is_the_norm_of_the_table(messages):
 
 
 KINDS = {  # gradients, the norm to clip to, their norm, what they become
+    "not at all where the norm is smaller": ([np.float32([3, 4])], 6.0, 5, [[3, 4]]),
+    "not at all by None": ([np.float32([3, 4])], None, 5, [[3, 4]]),
     "in half precision where the norm overflows": ([np.full(4, 300, np.float16)], 3.0, 600, [np.full(4, 1.5)]),
     "complex by their absolute value": ([np.array([3 + 4j], np.complex64)], 1.0, 5, [[0.6 + 0.8j]]),
     "all to nan where the norm is not finite": ([np.float32([np.inf]), np.ones(2)], 1.0, np.inf, [np.nan, np.nan]),

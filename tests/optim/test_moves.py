@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from testing.model_fns import ones
 from testing.towers import cpus, started
 
@@ -42,9 +41,8 @@ def projected_gradient_descent(w, steps):
     return w
 
 
-@pytest.mark.parametrize("towers", [1, 4])
-def test_variables_move_after_the_updates_on_any_number_of_towers(towers):
-    model, state = started(replicate_model_fn(model_fn, devices=cpus(towers)), X, Y)
+def test_variables_move_after_the_updates_on_any_number_of_towers():
+    model, state = started(replicate_model_fn(model_fn, devices=cpus(4)), X, Y)
     for _ in range(3):
         state, _ = model.train_step(state, X, Y)
     np.testing.assert_allclose(state.variables["w"], projected_gradient_descent(jnp.ones(3), 3), rtol=1e-5)

@@ -59,44 +59,29 @@ def message(variable, tower, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers, row, tower, value", [(1, 3, 0, np.nan), (8, 5, 5, np.inf)])
 @pytest.mark.usefixtures("users_compiler")
-def test_a_skipped_step_changes_no_bit(towers, row, tower, value):
-    model, state = started(towers, "skip")
+def test_a_skipped_step_changes_no_bit():
+    model, state = started(8, "skip")
     before, spec = model.train_step(state, ROWS)
     assert not spec.train_op.skipped and est.skipped_steps(before) == 0
     before = before._replace(variables={**before.variables, "w": jnp.array(W)})  # with its -0.0
-    after, spec = model.train_step(before, with_row(row, value))
+    after, spec = model.train_step(before, with_row(5, np.inf))
     assert spec.train_op.skipped and not np.isfinite(spec.loss)
     assert bits(after.variables) == bits(before.variables)
     assert bits(after.slots["optimizer"]) == bits(before.slots["optimizer"])
-    assert tuple(map(int, after.slots["on_nan"])) == (1, 2, tower, sorted(after.variables).index("w"))
+    assert tuple(map(int, after.slots["on_nan"])) == (1, 2, 5, sorted(after.variables).index("w"))
     assert est.skipped_steps(after) == 1
     assert after.global_step == 2
-    again, _ = model.train_step(after, with_row(0, value))
-    assert tuple(map(int, again.slots["on_nan"]))[:3] == (2, 2, tower)
+    again, _ = model.train_step(after, with_row(0, np.nan))
+    assert tuple(map(int, again.slots["on_nan"]))[:3] == (2, 2, 5)
     resumed, _ = model.train_step(after, ROWS)
     assert bits(resumed.variables) == bits(model.train_step(before, ROWS)[0].variables)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("users_compiler")
-def test_without_bad_gradients_training_is_the_same():
-    batches = np.stack([ROWS, ROWS + 1, ROWS - 1])
-    model, state = started(8, None)
-    want, want_spec = model.train_loop(state, (batches, None))
-    model, state = started(8, "skip")
-    got, spec = model.train_loop(state, (batches, None))
-    assert bits(got.variables) == bits(want.variables)
-    assert bits(spec.loss) == bits(want_spec.loss)
-    assert est.skipped_steps(got) == 0
-    np.testing.assert_array_equal(spec.train_op.skipped, [False] * 3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.usefixtures("users_compiler")
-def test_a_loop_skips_its_bad_steps_alone_wherever_the_variables_live(where, tmp_path):
+def test_a_loop_skips_its_bad_steps_alone_wherever_the_variables_live(where):
     model, state = started(4, "skip", **where)
     after = state
     for bad in (with_row(5, np.inf), with_row(2, np.nan)):
@@ -106,9 +91,6 @@ def test_a_loop_skips_its_bad_steps_alone_wherever_the_variables_live(where, tmp
     assert bits(after.variables) == bits(want.variables)
     assert bits(after.slots["optimizer"]) == bits(want.slots["optimizer"])
     assert tuple(map(int, after.slots["on_nan"])) == (2, 2, 2, sorted(after.variables).index("w"))
-    estimator = make(tmp_path, replicate(4, "raise", **where))
-    with pytest.raises(est.NonFiniteGradientError, match=message("w", 2, 2)):
-        estimator.train(lambda: [ROWS, with_row(5, np.inf), ROWS])
 
 
 @pytest.mark.slow
@@ -222,19 +204,18 @@ def test_a_wrapper_around_the_replicated_model_fn_is_kept_out_too():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers, parts", [(8, 1), (2, 4)])
-def test_a_loss_scale_shrinks_in_a_skipped_step(towers, parts):
+def test_a_loss_scale_shrinks_in_a_skipped_step():
     """With micro-batches too: what a tower gives to the sum is the sum of theirs."""
 
     def fn(features, labels, mode):
-        return model_fn(features, labels, mode, est.DynamicLossScale(8.0), parts)
+        return model_fn(features, labels, mode, est.DynamicLossScale(8.0), parts=4)
 
-    model, state = started(towers, "skip", fn)
+    model, state = started(2, "skip", fn)
     state, _ = model.train_step(state, ROWS)
     plain, start = started(1, None)
     assert_close(state.variables["w"], plain.train_step(start, ROWS)[0].variables["w"])
     after, _ = model.train_step(state, with_row(5, np.inf))
-    assert after.slots["on_nan"].tower == 5 * towers // 8
+    assert after.slots["on_nan"].tower == 1
     assert bits(after.variables) == bits(state.variables)
     assert bits(after.slots["optimizer"].inner) == bits(state.slots["optimizer"].inner)
     assert (after.slots["optimizer"].scale, after.slots["optimizer"].good_steps) == (4.0, 0)
@@ -261,7 +242,7 @@ def test_sparse_gradients_are_looked_at_and_unscaled_as_dense_ones():
     assert got.slots["optimizer"].scale == 4.0
 
 
-@pytest.mark.parametrize("shape", [(8,), (2048,), (64, 32), (2048, 1), (1, 2048), (3, 3, 33, 5)])
+@pytest.mark.parametrize("shape", [(8,), (2048,), (1, 2048), (3, 3, 33, 5)])
 def test_all_finite_sees_each_element_and_takes_none_for_an_inf(shape):
     all_finite = jax.jit(_finite.all_finite)
     x = np.linspace(-1, 1, np.prod(shape), dtype=np.float32)
@@ -274,19 +255,17 @@ def test_all_finite_sees_each_element_and_takes_none_for_an_inf(shape):
     assert not all_finite(np.append(np.float32([np.inf, -np.inf]), x[2:]).reshape(shape))
 
 
-def operations(on_nan, towers):
-    model, state = started(towers, on_nan)
+def operations(on_nan):
+    model, state = started(4, on_nan)
     text = jax.jit(model.train_step).lower(state, ROWS).compile().as_text()
     return len(re.findall(r" all-reduce(?:-start)?\(", text)), text.count("is-finite")
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers", [1, 4])
-def test_nothing_is_looked_for_unless_it_is_asked_for(towers):
-    (sums, looks), (sums_watched, looks_watched) = operations(None, towers), operations("skip", towers)
+def test_nothing_is_looked_for_unless_it_is_asked_for():
+    (sums, looks), (sums_watched, looks_watched) = operations(None), operations("skip")
     assert looks == 0 < looks_watched
-    assert sums == (towers > 1)
-    assert sums_watched == sums, "The flags go with the gradients."
+    assert sums_watched == sums == 1, "The flags go with the gradients."
 
 
 def train(tmp_path, on_nan, batches, towers=8, **config):
@@ -295,10 +274,9 @@ def train(tmp_path, on_nan, batches, towers=8, **config):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_steps")
-@pytest.mark.parametrize("config", [{}, {"steps_per_loop": 3}])
-def test_skipping_continues_and_is_logged_once_per_look(tmp_path, messages, config):
+def test_skipping_continues_and_is_logged_once_per_look(tmp_path, messages):
     batches = [with_row(5, np.nan) if i in (4, 5, 7) else ROWS for i in range(12)]
-    estimator = train(tmp_path, "skip", batches, log_step_count_steps=6, **config)
+    estimator = train(tmp_path, "skip", batches, log_step_count_steps=6, steps_per_loop=3)
     skips = [line for line in messages() if "non-finite" in line]
     place = "the first was of the variable 'w' in tower 5, at step 5."
     assert skips == [
@@ -334,10 +312,9 @@ def test_on_nan_can_be_switched_on_and_off_in_one_model_dir(tmp_path):
     """By any number of towers: the count lives in the checkpoint, and stays there as long as it is looked after."""
     bad = [with_row(5, np.nan)]
     train(tmp_path, None, [ROWS], towers=2)
-    train(tmp_path, "skip", bad, towers=8)
-    estimator = train(tmp_path, "skip", [ROWS] + bad, towers=4)
-    assert [int(estimator.get_variable_value(f"on_nan/{name}")) for name in COUNTERS][:3] == [2, 2, 5]
-    with pytest.raises(est.NonFiniteGradientError, match=message("w", 2, 6)):
+    estimator = train(tmp_path, "skip", bad, towers=8)
+    assert [int(estimator.get_variable_value(f"on_nan/{name}")) for name in COUNTERS][:3] == [1, 2, 5]
+    with pytest.raises(est.NonFiniteGradientError, match=message("w", 2, 4)):
         train(tmp_path, "raise", [ROWS, *bad], towers=4)
     estimator = train(tmp_path, None, [ROWS], towers=1)
     assert "on_nan/skipped" not in estimator.get_variable_names()
