@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from testing.model_fns import minimizing
-from testing.towers import replicate
 
 import estimator as est
 from estimator.steps import _init_programs
@@ -32,8 +31,7 @@ def loss_of_many(features, labels):
 def first_state(fewest, monkeypatch):
     monkeypatch.setattr(_init_programs, "_FEWEST_ALIKE", fewest)
     slots_begin_as_variables = optax.GradientTransformation(lambda variables: variables, lambda g, slots, _: (g, slots))
-    model_fn = minimizing(loss_of_many, slots_begin_as_variables)
-    model = est.transform(replicate(model_fn, 2, "sum"), donate=True)
+    model = est.transform(minimizing(loss_of_many, slots_begin_as_variables), donate=True)
     state = model.init(jax.random.key(3), X)
     kept = jax.tree.map(np.asarray, state._replace(key=jax.random.key_data(state.key)))
     if fewest < 99:

@@ -90,7 +90,6 @@ def model_fn_of(make_optimizer, call="minimize", reached=MappingProxyType({}), u
 
 OPTIMIZERS = {
     "adamw": lambda: est.train.AdamWOptimizer(0.5, 0.1),
-    "momentumw": lambda: est.train.MomentumWOptimizer(0.5, 0.1, 0.9),
     "ftrl": lambda: est.train.FtrlOptimizer(0.1, l1_regularization_strength=1.0),
     "optax.adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
     "lazy": lambda: est.lazy(optax.adamw(0.1, weight_decay=0.1)),
@@ -120,7 +119,7 @@ def test_dependence_is_read_through_whatever_jax_has(call):
 
 @pytest.mark.parametrize(
     ("optimizer", "call"),
-    [*((each, "minimize") for each in ("momentumw", "ftrl", "optax.adamw", "lazy")), ("lazy", "compute_gradients")],
+    [*((each, "minimize") for each in ("ftrl", "optax.adamw", "lazy")), ("lazy", "compute_gradients")],
 )
 def test_no_optimizer_moves_what_the_loss_does_not_depend_on(optimizer, call):
     state = assert_only_reached_move(model_fn_of(OPTIMIZERS[optimizer], call))
@@ -129,7 +128,6 @@ def test_no_optimizer_moves_what_the_loss_does_not_depend_on(optimizer, call):
 
 
 RUNNERS = {
-    "4": {"devices": cpus(4)},
     "sharded": {"variable_distribution": VariableDistribution.SHARDED},
     "round robin": {"variable_distribution": VariableDistribution.SHARED_ROUND_ROBIN},
     "server": {"variable_distribution": VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER},
@@ -144,7 +142,7 @@ RUNNERS = {
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "runner, call",
-    [(runner, "minimize") for runner in ("4", "sharded", "round robin", "skip", "segments", "micro-batches")]
+    [(runner, "minimize") for runner in ("micro-batches", "sharded", "round robin", "skip")]
     + [(runner, "compute_gradients") for runner in ("server", "wide", "blocks", "segments", "micro-batches")],
 )
 def test_towers_find_the_same(runner, call):
@@ -177,13 +175,10 @@ def test_each_loss_moves_its_own_variables(transform):
 
 
 TRANSFORMATIONS = {
-    "line search": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+    "multi": lambda: optax.multi_transform({"a": optax.adamw(0.1)}, {"used": "a", "unused": "a"}),
     "lbfgs": lambda: optax.lbfgs(),
     "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), sync_period=2, opaque_mode=True),
-    "masked": lambda: optax.masked(optax.adamw(0.1, weight_decay=0.1), {"used": True, "unused": True}),
-    "multi": lambda: optax.multi_transform({"a": optax.adamw(0.1)}, {"used": "a", "unused": "a"}),
     "multi steps": lambda: optax.MultiSteps(optax.adamw(0.1, weight_decay=0.1), 2),
-    "scheduled": lambda: optax.inject_hyperparams(optax.adamw)(optax.constant_schedule(0.1), weight_decay=0.1),
     "factored": lambda: optax.adafactor(0.1, weight_decay_rate=0.1),
     "loss scale": lambda: est.Optimizer(optax.adamw(0.1, weight_decay=0.1), loss_scale=est.DynamicLossScale()),
 }
@@ -219,7 +214,7 @@ def test_the_log_names_them_once_and_a_summary_leaves_them_out(tmp_path, caplog)
 
     config = est.RunConfig(save_summary_steps=1)
     trainer = est.Estimator(replicate_model_fn(model_fn, devices=cpus(2)), tmp_path, config)
-    trainer.train(lambda: [(BATCH, None)] * 6, steps=6)
+    trainer.train(lambda: [(BATCH, None)] * 3)
     lines = [record.getMessage() for record in caplog.records if "No loss depends on" in record.getMessage()]
     assert lines == [
         "No loss depends on the trainable variables ['idle', 'alone']: they have no gradient, and stay as they are."

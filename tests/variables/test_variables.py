@@ -190,13 +190,15 @@ def test_bad_declarations_are_errors(error, body, message):
 # Scopes and reuse.
 
 
-def test_scopes_nest_and_end():
+def test_scopes_nest_and_end_and_reuse_reaches_inner_ones():
     def body():
         with est.variable_scope("a"):
             with est.variable_scope("b"):
                 est.get_variable("w", ())
             est.get_variable("w", ())
         est.get_variable("w", ())
+        with est.variable_scope("a", reuse=True), est.variable_scope("b", reuse=False):
+            est.get_variable("w", ())
 
     assert set(run(body).variables) == {"a/b/w", "a/w", "w"}
 
@@ -224,18 +226,6 @@ def test_a_scope_may_share_a_variable(reuse):
         return est.Optimizer(optax.sgd(0.25)).minimize(loss)
 
     assert run(body).variables == {"a/w": 0.5}
-
-
-def test_reuse_reaches_inner_scopes():
-    def body():
-        with est.variable_scope("a"):
-            with est.variable_scope("b"):
-                est.get_variable("w", ())
-        with est.variable_scope("a", reuse=True):
-            with est.variable_scope("b", reuse=False):
-                est.get_variable("w", ())
-
-    assert set(run(body).variables) == {"a/b/w"}
 
 
 def test_auto_reuse_creates_what_is_missing_and_true_does_not():
