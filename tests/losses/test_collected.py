@@ -67,16 +67,16 @@ def test_a_loss_within_a_loop_is_not_collected():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers, steps, reduction", [(1, 1, "mean"), (1, 2, "sum"), (3, 1, "sum"), (3, 2, "mean")])
-def test_a_regularizer_counts_once_on_towers(towers, steps, reduction):
-    def model_fn(features, labels, mode, steps=steps):
+@pytest.mark.parametrize("steps, reduction", [(2, "sum"), (1, "mean")])
+def test_a_regularizer_counts_once_on_towers(steps, reduction):
+    def model_fn(features, labels, mode):
         w = est.get_variable("w", (1, 1), initializer=ones, regularizer=est.regularizers.l2(0.5))
         est.losses.mean_squared_error(labels, features @ w, reduction=REDUCTIONS[reduction])
         loss = est.losses.get_total_loss()
         train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
-    model, state = started(replicate(model_fn, towers, reduction), X, Y)
+    model, state = started(replicate(model_fn, 3, reduction), X, Y)
     reduce = jnp.sum if reduction == "sum" else jnp.mean
 
     def loss(w, rows=6):

@@ -72,11 +72,11 @@ def batch(name):
 
 
 ALL_OF_ONE = [("absolute_difference", n, reduction) for n in range(len(WEIGHTS)) for reduction in Reduction]
-BOTH_OF_EACH = [(name, n, reduction) for name in ELEMENTWISE for n in (1, -1) for reduction in (*MEANS[:1], *MEANS[2:])]
+ONE_OF_EACH = [(name, -1, Reduction.MEAN) for name in ELEMENTWISE]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name, n, reduction", dict.fromkeys([*BOTH_OF_EACH, *ALL_OF_ONE]))
+@pytest.mark.parametrize("name, n, reduction", dict.fromkeys([*ONE_OF_EACH, *ALL_OF_ONE]))
 def test_loss_is_its_formula(name, n, reduction):
     labels, outputs, full = batch(name)
     weights = full if isinstance(WEIGHTS[n], str) else WEIGHTS[n]
@@ -87,9 +87,8 @@ def test_loss_is_its_formula(name, n, reduction):
 
 
 @pytest.mark.parametrize("reduction", list(Reduction))
-@pytest.mark.parametrize("weights", [1.0, np.float32([1, 0, 2, 0.5])], ids=["one", "array"])
-def test_softmax_losses_are_their_formula_and_agree(weights, reduction):
-    rng = np.random.default_rng(1)
+def test_softmax_losses_are_their_formula_and_agree(reduction):
+    weights, rng = np.float32([1, 0, 2, 0.5]), np.random.default_rng(1)
     labels, logits = rng.integers(0, 3, 4), rng.normal(size=(4, 3)).astype(np.float32)
     formula = -log_softmax(logits.astype(np.float64))[np.arange(4), labels]
     want = reduced(formula, weights, reduction)
@@ -171,8 +170,13 @@ ONE_HOT = {"softmax_cross_entropy": [0.0, 1.0, 0.0], "sparse_softmax_cross_entro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong, reduction", [(np.nan, Reduction.MEAN), (np.inf, Reduction.SUM)])
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *ONE_HOT])
+@pytest.mark.parametrize(
+    "name, wrong, reduction",
+    [
+        *((name, np.nan, Reduction.MEAN) for name in [*ELEMENTWISE, *ONE_HOT]),
+        *((name, np.inf, Reduction.SUM) for name in ("log_loss", "softmax_cross_entropy")),
+    ],
+)
 def test_a_row_of_weight_zero_is_absent(name, wrong, reduction):
     loss = functools.partial(getattr(losses, name), reduction=reduction)
     if name == "log_loss":

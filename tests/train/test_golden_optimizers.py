@@ -56,7 +56,7 @@ def batches():
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "case, towers",
-    [*((case, 0) for case in GOLDEN["optimizers"]), *((case, 4) for case in GOLDEN["optimizers"][::3])],
+    [*((case, 0) for case in GOLDEN["optimizers"]), *((case, 4) for case in GOLDEN["optimizers"][::8])],
     ids=lambda each: each if isinstance(each, int) else named(each),
 )
 def test_optimizers_have_the_numbers_of_tensorflow(case, towers):

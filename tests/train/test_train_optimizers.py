@@ -81,7 +81,6 @@ def state_after(model_fn, steps=3):
 
 
 MAKE = {
-    "adam": lambda: est.train.AdamOptimizer(0.01),
     "ftrl": lambda: est.train.FtrlOptimizer(0.01),
     "rmsprop": lambda: est.train.RMSPropOptimizer(0.01, momentum=0.5, centered=True),
     "adamw": lambda: est.train.AdamWOptimizer(0.01, 0.01),
@@ -111,16 +110,6 @@ def test_a_function_may_return_an_optimizer():
     )
     np.testing.assert_allclose(towers.variables["net"]["w"], plain.variables["net"]["w"], rtol=1e-5)
     assert est.learning_rates(towers) == est.learning_rates(plain) == {"Adam": pytest.approx(0.05)}
-
-
-def test_two_optimizers_of_one_name_have_slots_of_their_own():
-    def model_fn(features, labels, mode):
-        names = ["a", "b"]
-        losses = [jnp.mean(est.get_variable(name, ()) * features) for name in names]
-        ops = [est.train.AdamOptimizer(0.1).minimize(loss, [n]) for loss, n in zip(losses, names, strict=True)]
-        return est.EstimatorSpec(mode, loss=sum(losses), train_op=est.group(*ops))
-
-    assert list(est.transform(model_fn).init(jax.random.key(0), X, X).slots) == ["Adam", "Adam_1"]
 
 
 @pytest.mark.slow
