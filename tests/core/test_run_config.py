@@ -18,7 +18,6 @@ def saving(config):
     [
         ({}, (None, 600)),
         ({"save_checkpoints_steps": 10}, (10, None)),
-        ({"save_checkpoints_secs": 30}, (None, 30)),
         ({"save_checkpoints_secs": 0.5}, (None, 0.5)),
         ({"save_checkpoints_steps": None}, (None, None)),
         ({"save_checkpoints_steps": 0}, (None, None)),
@@ -42,11 +41,8 @@ def test_other_defaults():
     config = RunConfig()
     assert (config.model_dir, config.seed, config.keep_checkpoint_max) == (None, 0, 5)
     assert (config.log_step_count_steps, config.steps_per_loop, config.check_replicas_every) == (100, "auto", None)
-    assert (config.save_summary_steps, config.keep_checkpoint_every_n_hours, config.resume_input) == (
-        100,
-        None,
-        "position",
-    )
+    assert (config.save_summary_steps, config.keep_checkpoint_every_n_hours) == (100, None)
+    assert config.resume_input == "position"
 
 
 @pytest.mark.covers("3 read-only")
@@ -58,14 +54,10 @@ def test_one_process_is_the_chief(monkeypatch):
     assert (config.is_chief, config.process_index, config.process_count) == (False, 2, 4)
 
 
-@pytest.mark.covers("3 model_dir")
-def test_zero_summary_steps_are_none():
-    assert RunConfig(save_summary_steps=0).save_summary_steps is None
-
-
-def test_a_url_of_a_file_is_a_local_path():
+def test_a_model_dir_is_a_path_or_a_url_and_that_of_a_file_a_path():
     assert RunConfig(model_dir="file:///tmp/run").model_dir == "/tmp/run"
     assert RunConfig(model_dir="s3://bucket/run").model_dir == "s3://bucket/run"
+    assert RunConfig(model_dir=pathlib.Path("/a") / "b").model_dir == "/a/b"
 
 
 @pytest.mark.covers("3 model_dir")
@@ -77,12 +69,9 @@ def test_a_url_of_a_file_is_a_local_path():
             "`save_checkpoints_steps` and `save_checkpoints_secs` cannot be both set. .*1 and 2",
         ),
         ({"save_checkpoints_steps": -1}, "`save_checkpoints_steps` should be an int >= 0.*got -1"),
-        ({"save_checkpoints_steps": 1.5}, "`save_checkpoints_steps` should be an int.*got 1.5"),
         ({"save_checkpoints_secs": -2}, "`save_checkpoints_secs` should be a number >= 0.*got -2"),
-        ({"save_checkpoints_secs": "9"}, "`save_checkpoints_secs` should be a number.*got '9'"),
         ({"keep_checkpoint_max": -1}, "`keep_checkpoint_max` should be an int >= 0.*got -1"),
-        ({"save_summary_steps": -1}, "`save_summary_steps` should be an int >= 0, or None never.*got -1"),
-        ({"save_summary_steps": 1.5}, "`save_summary_steps` should be an int >= 0.*got 1.5"),
+        ({"save_summary_steps": 1.5}, "`save_summary_steps` should be an int >= 0, or None never.*got 1.5"),
         ({"keep_checkpoint_every_n_hours": 0}, "`keep_checkpoint_every_n_hours` should be a number > 0, or.*got 0"),
         ({"keep_checkpoint_every_n_hours": "1"}, "`keep_checkpoint_every_n_hours` should be a number.*got '1'"),
         ({"log_step_count_steps": 0}, "`log_step_count_steps` should be an int >= 1.*got 0"),
@@ -96,7 +85,6 @@ def test_a_url_of_a_file_is_a_local_path():
         ({"eval_loss_over": "rows"}, """`eval_loss_over` should be "batches" or "examples"; got 'rows'"""),
         ({"seed": 1.0}, r"`seed` should be an int.*got 1\.0"),
         ({"verbose": 1}, "`verbose` should be True or False; got 1"),
-        ({"seed": None}, "`seed` should be an int.*got None"),
         ({"seed": True}, "`seed` should be an int.*got True"),
         ({"model_dir": ""}, "`model_dir` should be a non-empty path.*got ''"),
         ({"model_dir": 3}, "`model_dir` should be a non-empty path.*got 3"),
@@ -110,24 +98,11 @@ def test_a_bad_value_is_an_error_that_names_field_and_value(given, message):
 
 
 @pytest.mark.covers("3 model_dir")
-@pytest.mark.parametrize(
-    "field",
-    [
-        "keep_checkpoint_max",
-        "keep_checkpoint_every_n_hours",
-        "log_step_count_steps",
-        "save_summary_steps",
-        "save_checkpoints_secs",
-        "model_dir",
-        "check_replicas_every",
-    ],
-)
-def test_none_turns_a_field_off(field):
-    assert getattr(RunConfig(**{field: None}), field) is None
-
-
-def test_model_dir_may_be_a_path_object():
-    assert RunConfig(model_dir=pathlib.Path("/a") / "b").model_dir == "/a/b"
+def test_none_turns_a_field_off():
+    fields = "keep_checkpoint_max keep_checkpoint_every_n_hours log_step_count_steps save_summary_steps model_dir"
+    for field in (*fields.split(), "save_checkpoints_secs", "check_replicas_every"):
+        assert getattr(RunConfig(**{field: None}), field) is None
+    assert RunConfig(save_summary_steps=0).save_summary_steps is None
 
 
 @pytest.mark.covers("3 replace")
@@ -150,15 +125,19 @@ def test_replace_leaves_the_original_and_the_subclass_alone():
     @dataclasses.dataclass(frozen=True)
     class Mine(RunConfig):
         extra: int = 1
+        protocol: str = "grpc"
 
     config = Mine(extra=2)
     assert (config.seed, config.replace(seed=4)) == (0, Mine(seed=4, extra=2))
+    assert config.protocol == "grpc"  # one that TensorFlow has
 
 
 @pytest.mark.covers("3 replace")
 def test_replace_of_an_unknown_field_lists_the_fields():
     with pytest.raises(ValueError, match=r"Replacing `sede` is not supported. .*'seed'.*sede=1"):
         RunConfig().replace(sede=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sede'"):
+        RunConfig(sede=1)
 
 
 @pytest.mark.covers("3 session_config")
@@ -198,24 +177,10 @@ def test_what_can_be_read_in_tensorflow_alone_names_what_tells_the_same(name, ad
         RunConfig().sede  # noqa: B018
 
 
-def test_an_unknown_field_is_an_error():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sede'"):
-        RunConfig(sede=1)
-
-
-def test_a_subclass_may_have_such_a_field_of_its_own():
-    @dataclasses.dataclass(frozen=True)
-    class Mine(RunConfig):
-        protocol: str = "grpc"
-
-    assert Mine(protocol="http").replace(seed=1).protocol == "http"
-
-
-def test_copies_are_equal():
+def test_copies_are_equal_and_nothing_of_them_can_be_set():
     config = RunConfig(seed=3, keep_checkpoint_every_n_hours=0.5)
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
-
-
-def test_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        RunConfig().seed = 1
+        config.seed = 1
+
+

@@ -39,7 +39,7 @@ def test_what_each_mode_requires():
     assert est.EstimatorSpec(TRAIN, loss=ONE, train_op=est.TrainOp()).predictions == {}
     assert est.EstimatorSpec(EVAL, loss=ONE).eval_metric_ops == {}
     assert est.EstimatorSpec(PREDICT, predictions=ONE).loss is None
-    with pytest.raises(ValueError, match="Missing train_op"):
+    with pytest.raises(ValueError, match=r"Missing train_op.*, or `est\.group\(\)`"):
         est.EstimatorSpec(TRAIN)
     with pytest.raises(ValueError, match="Missing loss: .* in mode 'train'"):
         est.EstimatorSpec(TRAIN, train_op=est.TrainOp())
@@ -47,13 +47,6 @@ def test_what_each_mode_requires():
         est.EstimatorSpec(EVAL)
     with pytest.raises(ValueError, match="Missing predictions"):
         est.EstimatorSpec(PREDICT)
-
-
-@pytest.mark.parametrize("mode", list(est.ModeKeys))
-def test_every_field_may_be_given_in_every_mode(mode):
-    spec = make(mode, eval_metric_ops={"mean": est.metrics.mean(jnp.ones(2))}, training_hooks=[est.Hook()])
-    assert set(spec.eval_metric_ops) == {"mean"}
-    assert len(spec.training_hooks) == 1
 
 
 @pytest.mark.covers("2 loss type")
@@ -68,21 +61,19 @@ def test_a_loss_of_one_element_becomes_a_scalar(mode, loss):
 @pytest.mark.covers("2 loss type")
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 def test_other_losses_are_errors(mode):
-    with pytest.raises(ValueError, match=r"Loss must be scalar, given: an array of shape \(2,\)"):
-        make(mode, loss=jnp.ones(2))
-    with pytest.raises(ValueError, match=r"Loss must be scalar, given: an array of shape \(0,\)"):
-        make(mode, loss=jnp.ones(0))
-    with pytest.raises(TypeError, match="loss must be a scalar array, given: 'low' of type str"):
-        make(mode, loss="low")
-    with pytest.raises(TypeError, match=r"loss must be a scalar array, given: \[.*of type list"):
-        make(mode, loss=[ONE])
+    for size in (2, 0):
+        with pytest.raises(ValueError, match=rf"Loss must be scalar, given: an array of shape \({size},\)"):
+            make(mode, loss=jnp.ones(size))
+    for loss, given in (("low", "'low' of type str"), ([ONE], r"\[.*of type list")):
+        with pytest.raises(TypeError, match=f"loss must be a scalar array, given: {given}"):
+            make(mode, loss=loss)
 
 
 @pytest.mark.covers("2 train_op type")
 @pytest.mark.parametrize("train_op", [optax.sgd(0.1), ONE, lambda: None, "adam"])
 def test_a_train_op_that_is_none_is_an_error_with_the_line_to_write(train_op):
     line = r"Write `train_op=est\.Optimizer\(optimizer\)\.minimize\(loss\)`"
-    with pytest.raises(TypeError, match=rf"train_op must be what `minimize`.*{line}"):
+    with pytest.raises(TypeError, match=rf"train_op must be what `minimize`.*{line}.*`train_op=est\.group\(\)` to"):
         make(TRAIN, train_op=train_op)
 
 
@@ -101,10 +92,9 @@ def test_predictions_are_trees_of_arrays(mode):
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 def test_metrics_are_a_dict_of_objects_that_merge(mode):
     metric = est.metrics.mean(jnp.ones(2))
+    assert set(make(mode, eval_metric_ops={"mean": metric}).eval_metric_ops) == {"mean"}
     with pytest.raises(TypeError, match="eval_metric_ops must be a dict of metrics by name"):
         make(mode, eval_metric_ops=[metric])
-    with pytest.raises(TypeError, match=r"eval_metric_ops\['a'\] must be a metric, given: "):
-        make(mode, eval_metric_ops={"a": ONE})
     with pytest.raises(TypeError, match=r"eval_metric_ops\['a'\] must be a metric, given: \("):
         make(mode, eval_metric_ops={"a": (ONE, ONE)})
 
