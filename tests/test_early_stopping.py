@@ -170,13 +170,6 @@ def test_an_evaluation_at_the_end_alone_is_seen(tmp_path, messages):
     assert not [each for each in messages() if "has seen no evaluation" in each]
 
 
-@pytest.mark.covers("6 data source")
-def test_with_one_named_evaluation_its_values_are_read(tmp_path):
-    estimator = make(tmp_path, table=range(50))
-    run(estimator, est.stop_if_higher_hook(estimator, "m", 5), name="test")
-    assert step_of(estimator) == 6
-
-
 @pytest.mark.covers("6 errors")
 def test_an_unknown_metric_is_an_error_at_the_first_evaluation(tmp_path):
     estimator = make(tmp_path)
@@ -268,25 +261,15 @@ def test_a_training_that_was_stopped_makes_no_more_steps(tmp_path):
         ("stop_if_lower_hook", (None, "m", 1, None, -1), ValueError, "min_steps >= 0 for stop_if_lower_hook, given"),
         ("stop_if_no_decrease_hook", (None, "m"), ValueError, "max_steps_without_decrease or max_evals_without_dec"),
         ("stop_if_no_increase_hook", (None, "m", 0), ValueError, "max_steps_without_increase > 0 for stop_if_no_in"),
+        ("stop_if_no_decrease_hook", (None, "m", {"max_evals_without_decrease": -1}), ValueError, "decrease > 0 for"),
+        ("stop_if_no_decrease_hook", (None, "m", 1, {"min_delta": -0.5}), ValueError, "min_delta >= 0 for .*: -0.5"),
     ],
 )
 def test_arguments_are_checked(tmp_path, name, arguments, error, message):
     estimator, *rest = arguments
+    options = rest.pop() if isinstance(rest[-1], dict) else {}
     with pytest.raises(error, match=message):
-        getattr(est, name)(make(tmp_path) if estimator is None else estimator, *rest)
-
-
-@pytest.mark.covers("6 errors")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_evals_without_decrease": -1}, "max_evals_without_decrease > 0 for stop_if_no_decrease_hook, given: -1"),
-        ({"min_delta": -0.5}, "Must specify min_delta >= 0 for stop_if_no_decrease_hook, given: -0.5"),
-    ],
-)
-def test_patience_is_checked(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        no_decrease(make(tmp_path), **options)
+        getattr(est, name)(make(tmp_path) if estimator is None else estimator, *rest, **options)
 
 
 def test_a_hook_is_for_one_estimator(tmp_path):

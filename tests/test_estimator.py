@@ -78,19 +78,7 @@ def test_an_older_checkpoint_and_resuming_from_disk_compile_nothing_again(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
-def test_training_after_evaluating_from_disk_has_the_slots(tmp_path):
-    make(tmp_path / "a").train(endless, steps=2)
-    estimator = make(tmp_path / "a")
-    estimator.evaluate(times(1))
-    list(estimator.predict(lambda: X))
-    estimator.train(endless, steps=2)
-    straight = make(tmp_path / "b").train(endless, steps=4)
-    np.testing.assert_array_equal(estimator.get_variable_value("w"), straight.get_variable_value("w"))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("users_compiler")
-def test_the_verbs_may_come_in_any_order(tmp_path):
+def test_the_verbs_may_come_in_any_order_and_training_after_an_evaluation_from_disk_has_the_slots(tmp_path):
     estimator = make(tmp_path)
     initial = list(estimator.predict(lambda: X))
     assert [row["y"] for row in initial] == [0, 0, 0, 0]
@@ -100,6 +88,8 @@ def test_the_verbs_may_come_in_any_order(tmp_path):
     second = estimator.evaluate(times(1))
     assert second["global_step"] == 2
     assert second["loss"] < first["loss"]
+    estimator = make(tmp_path)
+    assert estimator.evaluate(times(1)) == second
     estimator.train(endless, steps=2)
     y = np.array([row["y"] for row in estimator.predict(lambda: X)])
     np.testing.assert_allclose(y, (X @ estimator.get_variable_value("w"))[:, 0], rtol=1e-6)
@@ -218,24 +208,8 @@ def test_several_variables_can_be_read_at_once(tmp_path):
             estimator.get_variable_value(given)
 
 
-@pytest.mark.covers("1.2 eval_dir")
-def test_eval_dir(tmp_path):
-    estimator = make(tmp_path)
-    assert estimator.eval_dir() == f"{tmp_path}/eval"
-    assert estimator.eval_dir("test") == f"{tmp_path}/eval_test"
-    assert saved_steps(estimator) == []
-
-
-def test_checkpoints_older_than_n_hours_are_kept(tmp_path):
-    config = {"save_checkpoints_steps": 1, "keep_checkpoint_max": 1}
-    make(tmp_path / "all", **config, keep_checkpoint_every_n_hours=1e-9).train(endless, steps=3)
-    estimator = make(tmp_path / "first", **config, keep_checkpoint_every_n_hours=100).train(endless, steps=3)
-    assert saved_steps(make(tmp_path / "all")) == [0, 1, 2, 3]
-    assert saved_steps(estimator) == [0, 3]
-
-
-def test_a_clock_that_is_set_back_keeps_one_more_checkpoint_of_n_hours(tmp_path, monkeypatch):
-    hours = [100, 101, 103, 2, 3, 5, 6]  # by step
+def test_checkpoints_older_than_n_hours_are_kept_and_one_more_after_a_clock_is_set_back(tmp_path, monkeypatch):
+    hours = [100, 101, 103, 2, 3, 5, 6]  # by step; one is kept after two hours
     monkeypatch.setattr(Checkpoint, "written_ns", property(lambda self: hours[self.step] * 3.6e12))
     config = {"save_checkpoints_steps": 1, "keep_checkpoint_max": 1, "keep_checkpoint_every_n_hours": 2}
     assert saved_steps(make(tmp_path, **config).train(endless, steps=6)) == [0, 2, 3, 5, 6]
@@ -290,10 +264,11 @@ def test_params_are_copied(tmp_path):
     assert make(tmp_path).params == {}
 
 
-@pytest.mark.covers("1.1 model_fn required", "1.2 model_dir")
+@pytest.mark.covers("1.1 model_fn required", "1.2 model_dir", "1.2 eval_dir")
 def test_properties(tmp_path):
     model_fn = Linear()
     estimator = make(tmp_path, model_fn, seed=3)
+    assert (estimator.eval_dir(), estimator.eval_dir("test")) == (f"{tmp_path}/eval", f"{tmp_path}/eval_test")
     assert estimator.config == est.RunConfig(model_dir=str(tmp_path), seed=3, save_checkpoints_steps=1000)
     assert est.Estimator(model_fn, tmp_path).config == est.RunConfig(model_dir=str(tmp_path))
     assert model_fn.modes == []

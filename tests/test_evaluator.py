@@ -75,13 +75,6 @@ def test_an_evaluator_records_what_evaluations_within_the_training_record(tmp_pa
     assert exporter.calls == [(0, 0, False), (20, 20, False), (40, 40, True)]
 
 
-def test_an_evaluator_that_has_evaluated_the_last_checkpoint_ends_at_once(tmp_path, monkeypatch):
-    train(make(tmp_path))
-    monkeypatch.setattr(_checkpoints_iterator, "_POLL_SECS", 60.0)
-    monkeypatch.setattr(time, "sleep", lambda secs: pytest.fail(f"it sleeps for {secs} s"))
-    assert evaluate(make(tmp_path), 40, EVAL)[0]["global_step"] == 40
-
-
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.slow
 def test_training_may_remove_checkpoints_while_they_are_evaluated(tmp_path, store):
@@ -136,9 +129,12 @@ def test_an_evaluator_that_is_killed_continues_where_it_was(tmp_path):
         assert [line.rstrip() for line in file] == ["0 False", "10 False", "20 False", "30 False", "40 True"]
 
 
-def test_an_evaluator_that_is_started_after_all_is_done_repeats_nothing(tmp_path):
+def test_an_evaluator_that_is_started_after_all_is_done_ends_at_once_and_repeats_nothing(tmp_path, monkeypatch):
     train(make(tmp_path))
+    monkeypatch.setattr(_checkpoints_iterator, "_POLL_SECS", 60.0)
+    monkeypatch.setattr(time, "sleep", lambda secs: pytest.fail(f"it sleeps for {secs} s"))
     metrics, _ = evaluate(make(tmp_path), 40)
+    assert metrics["global_step"] == 40
     exporter = Calls()
     again = evaluate(make(tmp_path), 40, est.EvalSpec(lambda: pytest.fail("evaluated"), exporters=exporter))
     assert again == (metrics, []) and exporter.calls == []

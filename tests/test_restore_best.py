@@ -17,15 +17,16 @@ from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 
 @pytest.mark.slow
-@pytest.mark.covers("6 restore best", "13 8 early stopping")
+@pytest.mark.covers("6 restore best", "13 8 early stopping", "7 checkpoint GC")
 @pytest.mark.parametrize("max_steps", [None, 13])
 @pytest.mark.usefixtures("users_compiler")
-def test_the_best_variables_are_the_last_ones(tmp_path, max_steps, messages):
-    estimator = make(tmp_path / "a", TABLE)
+def test_the_best_variables_are_the_last_ones_and_the_best_is_kept_on_disk(tmp_path, max_steps, messages):
+    estimator = make(tmp_path / "a", TABLE, keep_checkpoint_max=1)
     metrics, _ = run(estimator, no_decrease(estimator, restore_best=True), max_steps)
     last = max_steps or 14
     assert metrics["m"] == 6.0
     assert metrics["global_step"] == step_of(estimator) == last
+    assert saved_steps(estimator) == [8, last]
     assert "Restoring the variables of step 8, the best by 'm'." in messages()
     other = make(tmp_path / "b", TABLE)
     other.train(lambda: [ONE] * 8)
@@ -66,13 +67,6 @@ def test_the_evaluations_of_an_eval_spec_with_a_name_keep_it(tmp_path):
     assert est.read_eval_metrics(estimator.eval_dir("test"))[12]["m"] == pytest.approx(TABLE[12])
 
 
-@pytest.mark.covers("7 checkpoint GC")
-def test_the_best_is_kept_on_disk_and_no_other(tmp_path):
-    estimator = make(tmp_path, TABLE, keep_checkpoint_max=1)
-    run(estimator, no_decrease(estimator, restore_best=True))
-    assert saved_steps(estimator) == [8, 14]
-
-
 def test_the_last_state_stays_where_the_best_one_cannot_be_written(tmp_path, monkeypatch):
     def write(path, *args, write=_checkpoints.save_checkpoint, **kwargs):
         if "group" not in kwargs:  # not of a run, which may be of several processes
@@ -96,16 +90,11 @@ def test_where_the_last_is_the_best_nothing_is_restored(tmp_path, messages):
     assert not [m for m in messages() if m.startswith("Restoring")]
 
 
-def test_the_best_is_the_best_even_if_by_little(tmp_path):
-    estimator = make(tmp_path, TABLE)
-    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True, min_delta=1.5))
-    assert (metrics["m"], metrics["global_step"]) == (6.0, 14)
-
-
-def test_the_highest_is_the_best_for_increase(tmp_path):
+def test_the_highest_is_the_best_for_increase_even_if_by_little(tmp_path):
     estimator = make(tmp_path, -np.array(TABLE))
-    hook = est.stop_if_no_increase_hook(estimator, "m", max_evals_without_increase=3, restore_best=True)
-    assert run(estimator, hook)[0]["m"] == -6.0
+    options = {"max_evals_without_increase": 3, "min_delta": 1.5, "restore_best": True}
+    metrics, _ = run(estimator, est.stop_if_no_increase_hook(estimator, "m", **options))
+    assert (metrics["m"], metrics["global_step"]) == (-6.0, 14)
 
 
 @pytest.mark.slow

@@ -1,16 +1,16 @@
 """`train_and_evaluate`: when it evaluates, on what, and what it returns."""
 
-import jax
 import numpy as np
 import optax
 import pytest
 from testing.estimators import Linear, X, Y, make, refuse, saved_steps, step_of, times
 from testing.hooks import When
+from testing.model_fns import minimizing, zeros
 from testing.scenarios.evaluator import EVAL, Calls, evaluated
 
 import estimator as est
 from estimator.checkpoint._checkpoint import Checkpoint
-from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate import VariableDistribution, replicate_model_fn
 
 
 def run(estimator, batches=100, max_steps=None, eval_spec=EVAL, eval_every_steps=None, hooks=(), listeners=()):
@@ -26,21 +26,14 @@ def ends(seen):
 # When.
 
 
-@pytest.mark.covers("5 mechanism")
+@pytest.mark.covers("5 mechanism", "5 first checkpoint", "5 start_delay_secs")
 def test_an_evaluation_follows_each_checkpoint_but_the_first_and_the_last_state_has_one(tmp_path):
-    estimator = make(tmp_path, save_checkpoints_steps=10)
-    metrics, exports = run(estimator, max_steps=22)
-    assert evaluated(estimator) == [10, 20, 22]
+    """The first is the one that the run resumes from. Nothing delays them."""
+    estimator = make(tmp_path, save_checkpoints_steps=10).train(times(10))
+    metrics, exports = run(estimator, max_steps=32, eval_spec=est.EvalSpec(times(2), start_delay_secs=1e6))
+    assert evaluated(estimator) == [20, 30, 32]
     assert metrics == estimator.evaluate(times(2))
-    assert (metrics["global_step"], exports) == (22, [])
-
-
-@pytest.mark.covers("5 first checkpoint")
-def test_the_checkpoint_that_a_run_resumes_from_is_not_evaluated(tmp_path):
-    estimator = make(tmp_path, save_checkpoints_steps=10)
-    estimator.train(times(10))
-    run(estimator, max_steps=30)
-    assert evaluated(estimator) == [20, 30]
+    assert (metrics["global_step"], exports) == (32, [])
 
 
 @pytest.mark.quick
@@ -56,30 +49,20 @@ def test_evaluations_may_be_at_multiples_of_steps_whatever_is_saved(tmp_path, co
     assert metrics == estimator.evaluate(times(2))
 
 
-@pytest.mark.usefixtures("users_compiler")
-def test_evaluations_see_the_variables_of_their_step(tmp_path):
-    estimator, other = make(tmp_path / "a"), make(tmp_path / "b")
-    run(estimator, max_steps=6, eval_every_steps=2)
-    seen = est.read_eval_metrics(estimator.eval_dir())
-    for step in (2, 4, 6):
-        other.train(times(2), steps=2)
-        assert seen[step]["loss"] == other.evaluate(times(2))["loss"]
-
-
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.covers("5 mechanism")
 @pytest.mark.usefixtures("users_compiler")
-def test_evaluating_does_not_change_the_training_nor_restart_its_input(tmp_path):
-    calls = []
-
-    def input_fn():
-        calls.append(1)
-        return ((X * i, Y) for i in range(1, 9))
-
+def test_evaluations_see_the_variables_of_their_step_and_do_not_change_the_training_nor_restart_its_input(tmp_path):
+    calls, batches = [], [(X * i, Y) for i in range(1, 9)]
     estimator, other = make(tmp_path / "a"), make(tmp_path / "b")
-    est.train_and_evaluate(estimator, est.TrainSpec(input_fn), EVAL, eval_every_steps=3)
-    other.train(input_fn)
-    assert len(calls) == 2
+    spec = est.TrainSpec(lambda: calls.append(1) or iter(batches))
+    est.train_and_evaluate(estimator, spec, EVAL, eval_every_steps=3)
+    assert len(calls) == 1
+    seen = est.read_eval_metrics(estimator.eval_dir())
+    assert list(seen) == [3, 6, 8]
+    for step, part in ((3, batches[:3]), (6, batches[3:6]), (8, batches[6:])):
+        other.train(lambda part=part: part)
+        assert seen[step]["loss"] == other.evaluate(times(2))["loss"]
     np.testing.assert_array_equal(estimator.get_variable_value("w"), other.get_variable_value("w"))
 
 
@@ -91,14 +74,6 @@ def test_throttle_secs_leaves_out_all_but_the_first_and_the_last(tmp_path, messa
         run(estimator, max_steps=32, eval_spec=est.EvalSpec(times(2), throttle_secs=600), eval_every_steps=every)
         assert evaluated(estimator) == [every or 10, 32]
     assert "Skip the evaluation at step 20 due to throttle secs." in messages()
-
-
-@pytest.mark.quick
-@pytest.mark.covers("5 start_delay_secs")
-def test_start_delay_secs_delays_nothing(tmp_path):
-    estimator = make(tmp_path)
-    run(estimator, max_steps=1, eval_spec=est.EvalSpec(times(1), start_delay_secs=1e6))
-    assert evaluated(estimator) == [1]
 
 
 @pytest.mark.covers("5 order at a save", "5 early stop from listener")
@@ -114,13 +89,6 @@ def test_listeners_are_called_before_the_evaluation_and_one_may_stop_after_it(tm
     assert before == [[], [], [10]]
     assert evaluated(estimator) == [10, 20]
     assert metrics["global_step"] == step_of(estimator) == 20
-
-
-def test_hooks_of_both_specs_are_called(tmp_path):
-    seen = []
-    spec = est.EvalSpec(times(1), hooks=[ends(seen)])
-    run(make(tmp_path), max_steps=4, eval_spec=spec, eval_every_steps=2, hooks=[ends(seen)])
-    assert seen == [("eval", 2), ("eval", 4), ("train", 4)]
 
 
 # At what cost.
@@ -159,26 +127,21 @@ def test_the_end_is_known_to_be_the_end_when_the_input_ends(tmp_path, max_steps)
 
 
 @pytest.mark.covers("5 final export flag")
-def test_the_end_is_known_to_be_the_end_at_max_steps(tmp_path):
-    seen, exporter = [], Calls()
-    estimator = make(tmp_path, save_checkpoints_steps=10)
-    run(estimator, max_steps=20, eval_spec=est.EvalSpec(times(1), hooks=[ends(seen)], exporters=[exporter]))
-    assert exporter.calls == [(10, 10, False), (20, 20, True)]
-    assert seen == [("eval", 10), ("eval", 20)]
-
-
-def test_a_state_evaluated_before_the_end_is_not_evaluated_again(tmp_path):
+@pytest.mark.parametrize("max_steps", [10, None])
+def test_the_end_is_known_to_be_the_end_at_max_steps_and_a_state_is_not_evaluated_twice(tmp_path, max_steps):
     seen, exporter = [], Calls()
     estimator = make(tmp_path, save_checkpoints_steps=5)
-    run(estimator, batches=10, eval_spec=est.EvalSpec(times(1), hooks=[ends(seen)], exporters=exporter))
+    run(estimator, 100 if max_steps else 10, max_steps, est.EvalSpec(times(1), hooks=[ends(seen)], exporters=exporter))
     assert seen == [("eval", 5), ("eval", 10)]
-    assert exporter.calls == [(5, 5, False), (10, 10, False), (10, 10, True)]
+    before_the_end = [(5, 5, False)] if max_steps else [(5, 5, False), (10, 10, False)]
+    assert exporter.calls == [*before_the_end, (10, 10, True)]
 
 
-def test_exporters_get_a_checkpoint_of_the_step_evaluated(tmp_path):
-    exporter = Calls()
-    estimator = make(tmp_path)
-    run(estimator, max_steps=5, eval_spec=est.EvalSpec(times(1), exporters=exporter), eval_every_steps=2)
+def test_hooks_of_both_specs_are_called_and_exporters_get_a_checkpoint_of_the_step_evaluated(tmp_path):
+    seen, exporter = [], Calls()
+    spec = est.EvalSpec(times(1), hooks=[ends(seen)], exporters=exporter)
+    run(make(tmp_path), max_steps=5, eval_spec=spec, eval_every_steps=2, hooks=[ends(seen)])
+    assert seen == [("eval", 2), ("eval", 4), ("eval", 5), ("train", 5)]
     assert exporter.calls == [(2, 2, False), (4, 4, False), (5, 5, True)]
 
 
@@ -238,21 +201,11 @@ def test_several_evaluations_each_have_their_own_metrics_and_times(tmp_path, as_
     assert (evaluated(estimator, "one"), evaluated(estimator, "two")) == ([2, 4], [3, 4])
 
 
-def towers(optimizer):
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
-        loss = est.losses.mean_squared_error(labels, features @ w)
-        metrics = {"error": est.metrics.mean_absolute_error(labels, features @ w)}
-        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss), eval_metric_ops=metrics)
-
-    return model_fn
-
-
 @pytest.mark.slow
 def test_two_towers_find_what_one_device_finds(tmp_path):
-    one = make(tmp_path / "one", towers(est.Optimizer(optax.sgd(0.01))))
+    model_fn = minimizing(lambda x, y: est.losses.mean_squared_error(y, x @ zeros("w", (2, 1))), optax.sgd(0.01))
     devices, kind = ["/cpu:0", "/cpu:1"], VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER
-    model_fn = towers(TowerOptimizer(optax.sgd(0.01)))
+    one = make(tmp_path / "one", model_fn)
     two = make(tmp_path / "two", replicate_model_fn(model_fn, devices=devices, variable_distribution=kind))
     for estimator in (one, two):
         run(estimator, max_steps=4, eval_every_steps=2)

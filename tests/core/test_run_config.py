@@ -182,5 +182,3 @@ def test_copies_are_equal_and_nothing_of_them_can_be_set():
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1
-
-

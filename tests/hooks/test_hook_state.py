@@ -81,27 +81,20 @@ def test_hooks_with_a_state_are_called_before_the_others(tmp_path):
     ]
 
 
-def test_states_go_to_the_hooks_of_the_same_class_by_their_order(tmp_path):
+def test_states_go_to_the_hooks_of_the_same_class_by_their_order_and_to_none_that_has_no_state(tmp_path):
     class Other(Remembering):
         pass
 
-    hooks = [Remembering(1), Other(2), Remembering(3)]
-    make(tmp_path).train(times(6), hooks=hooks)
-    again = [Other(2), Remembering(1), Remembering(3), Remembering(4)]
-    make(tmp_path).train(times(1), hooks=again)
-    assert [hook.steps for hook in again] == [[2, 4, 6], [1, 2, 3, 4, 5, 6, 7], [3, 6], []]
-    assert "set_state" not in again[3].calls
-
-
-def test_a_hook_without_a_state_gets_none(tmp_path):
     class Silent(Remembering):
         def get_state(self):
             return None
 
-    make(tmp_path).train(times(1), hooks=[Silent()])
-    hook = Silent()
-    make(tmp_path).train(times(1), hooks=[hook])
-    assert "set_state" not in hook.calls
+    hooks = [Remembering(1), Other(2), Remembering(3), Silent()]
+    make(tmp_path).train(times(6), hooks=hooks)
+    again = [Other(2), Remembering(1), Remembering(3), Remembering(4), Silent()]
+    make(tmp_path).train(times(1), hooks=again)
+    assert [hook.steps for hook in again] == [[2, 4, 6], [1, 2, 3, 4, 5, 6, 7], [3, 6], [], [7]]
+    assert ["set_state" in hook.calls for hook in again] == [True] * 3 + [False] * 2
 
 
 def test_an_error_in_set_state_ends_the_hooks(tmp_path):
@@ -126,9 +119,7 @@ def test_an_error_in_set_state_ends_the_hooks(tmp_path):
         ({1, 2}, r"got \{1, 2\} of type set in \['hooks'\]\['Bad/1'\]\['of'\]\[0\]"),
         ({1: "one"}, r"got \{1: 'one'\} of type dict in"),
         ({"__bytes__": "of the file format"}, "of type dict in"),
-        (object, "got <class 'object'> of type type in"),
         (1j, "got 1j of type complex in"),
-        (np.datetime64("2026-01-01"), "of type datetime64 in"),
     ],
 )
 def test_a_state_that_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, state, message):
@@ -159,7 +150,7 @@ values = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(values)
 def test_what_is_saved_comes_back(value):
     assert decode(json.dumps(encode(value))) == value

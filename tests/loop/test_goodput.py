@@ -138,7 +138,6 @@ def test_log_lines_have_examples_and_the_wait_for_input(tmp_path, messages):
 @pytest.mark.parametrize(
     ("reading", "step", "during", "share"),
     [
-        (1, 3, "the wait", 25),
         (3, 1, "the wait", 75),
         (1, 49, "the wait", 2),
         (2, 3, "a step", 0),
@@ -210,7 +209,7 @@ def test_devices_are_busy_until_the_newest_program_is_done():
     assert not programs.is_busy()
 
 
-@pytest.mark.parametrize("seconds", [1e-3, 0.1, 0.5, 1.7, 12])
+@pytest.mark.parametrize("seconds", [5e-3, 0.1, 1.7, 12])
 def test_lines_come_by_time_unless_their_steps_are_given(monkeypatch, messages, seconds):
     now = [0.0]
     monkeypatch.setattr(_training_log, "time", types.SimpleNamespace(monotonic=lambda: now[0]))

@@ -39,7 +39,7 @@ def read(size, limit, n, error):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("size", [1, 3, 20])
 def test_the_input_says_how_a_run_ends_where_it_ends_before_the_limit(size, end):
     error = ENDS[end]
     for limit, n in itertools.product((1, 4, 6, 7, None), range(9)):
@@ -53,8 +53,8 @@ def last_function(error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wanted", [4, 6])
-def test_training_raises_the_error_of_its_input(tmp_path, wanted, messages):
+def test_training_raises_the_error_of_its_input(tmp_path, messages):
+    wanted = 4
     for n in (0, 1, wanted - 1, wanted, wanted + 1):
         estimator = make(tmp_path / str(n), steps_per_loop=3)
         if n >= wanted:

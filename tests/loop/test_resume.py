@@ -33,7 +33,7 @@ def counter(features, mode):
 
 @pytest.mark.slow
 @pytest.mark.covers("1.2 latest_checkpoint")
-@pytest.mark.parametrize("name", ["ckpt-9", "ckpt-9.unfinished", "ckpt-9.removed"])
+@pytest.mark.parametrize("name", ["ckpt-9", "ckpt-9.unfinished"])
 def test_what_a_killed_save_left_is_never_loaded(tmp_path, name):
     make(tmp_path, counter).train(lambda: [ONES] * 4)
     half = tmp_path / name
@@ -93,9 +93,7 @@ def assert_last_is_whole(estimator, step):
 
 @pytest.mark.quick
 @pytest.mark.covers("13 9 NaN in checkpoints")
-@pytest.mark.parametrize(
-    ("steps_per_loop", "step", "saved"), [(1, 5, 4), (1, 6, 4), (2, 5, 4), (2, 6, 4), (3, 5, 4), (8, 6, 4), (8, 1, 0)]
-)
+@pytest.mark.parametrize(("steps_per_loop", "step", "saved"), [(1, 5, 4), (2, 6, 4), (3, 5, 4), (8, 1, 0)])
 def test_a_nan_loss_ends_training_and_is_not_saved(tmp_path, steps_per_loop, step, saved):
     estimator = make(tmp_path, linear, steps_per_loop=steps_per_loop)
     with pytest.raises(est.NanLossDuringTrainingError, match=rf"\bat step {step}\b.*step {saved}\b"):
@@ -129,7 +127,7 @@ def test_a_nan_loss_at_a_log_line_is_noticed_without_checkpoints_and_none_is_nam
 
 @pytest.mark.quick
 @pytest.mark.covers("13 9 NaN in checkpoints")
-@pytest.mark.parametrize(("steps_per_loop", "number"), [(1, 4), (2, 3), (2, 4)])
+@pytest.mark.parametrize(("steps_per_loop", "number"), [(1, 4), (2, 3)])
 def test_a_variable_that_turned_nan_is_not_saved_though_the_loss_is_finite(tmp_path, steps_per_loop, number):
     estimator = make(tmp_path, root, steps_per_loop=steps_per_loop)
     batches = [ONES] * (number - 1) + [ONES * 0]
@@ -165,6 +163,6 @@ def test_thousands_of_steps_on_eight_towers_do_not_stall(tmp_path):
 
     assert len(jax.local_devices()) == 8
     estimator = est.Estimator(replicate_model_fn(model_fn), tmp_path, est.RunConfig(steps_per_loop=1))
-    estimator.train(lambda: itertools.repeat((x, y)), max_steps=5000)
-    assert estimator.get_variable_value("global_step") == 5000
+    estimator.train(lambda: itertools.repeat((x, y)), max_steps=2000)
+    assert estimator.get_variable_value("global_step") == 2000
     np.testing.assert_allclose(estimator.get_variable_value("w"), [[1], [2]], atol=1e-4)

@@ -44,7 +44,7 @@ class Asking(At):
 
 
 @pytest.mark.covers("4 steps_per_loop")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     quiet=st.lists(st.sets(st.integers(1, 60), max_size=6), max_size=3),
     asking=st.lists(st.sets(st.integers(1, 60), max_size=6), max_size=2),

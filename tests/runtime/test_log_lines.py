@@ -82,5 +82,5 @@ def test_a_program_that_wants_none_shows_none(tmp_path, before, fields, after, r
 @pytest.mark.slow
 def test_a_level_of_the_root_logger_is_obeyed_at_any_time(tmp_path):
     set_level = "import logging; logging.getLogger().setLevel(logging.WARNING)\n"
-    (config,) = said(tmp_path, before="", runs=f"{set_level}est.Estimator(model_fn)")
+    (config,) = said(tmp_path, before="", runs=f"{set_level}est.Estimator(model_fn, {str(tmp_path)!r})")
     assert re.fullmatch("INFO:absl:" + LINES[0], config)

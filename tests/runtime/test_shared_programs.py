@@ -50,12 +50,12 @@ def run_by_hand(rate, scale=1.0):
 @pytest.mark.parametrize("by_hook", [False, True])
 def test_estimators_of_one_model_fn_compile_once_whatever_their_learning_rates(tmp_path, compilations, by_hook):
     counts = []
-    for i, rate in enumerate((0.05, 0.2, 0.2)):
+    for i, rate in enumerate((0.05, 0.2)):
         hooks = [est.SetLearningRateHook({"optimizer": rate})] if by_hook else []
         loss, prediction, _ = run_all(tmp_path / str(i), {} if by_hook else {"rate": rate}, hooks=hooks)
         np.testing.assert_allclose((loss, prediction), run_by_hand(rate), rtol=1e-5, atol=1e-8)
         counts.append(len(compilations))
-    assert counts == [counts[0]] * 3 and counts[0] > 0
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.slow
@@ -84,14 +84,14 @@ def test_dropped_estimators_leave_no_memory(tmp_path, compilations):
     live, alive = [], []
     while gc.collect():  # arrays of earlier tests, which need more than one
         pass
-    for i in range(3):
+    for i in range(2):
         _, _, estimator = run_all(tmp_path / str(i), {"rate": 0.1 * (i + 1) / 4})
         alive.append(weakref.ref(estimator))
         del estimator
         gc.collect()
         live.append((len(jax.live_arrays()), len(_shared_programs._newest)))
-    assert [ref() for ref in alive] == [None] * 3
-    assert live == [live[0]] * 3
+    assert [ref() for ref in alive] == [None] * 2
+    assert live[0] == live[1]
 
 
 def test_programs_that_are_the_same_are_compiled_once(compilations):

@@ -71,25 +71,7 @@ def test_an_evaluation_that_is_repeated_is_shown_once(tmp_path):
     assert len([name for name in os.listdir(estimator.eval_dir()) if "tfevents" in name]) == 1
 
 
-@pytest.mark.covers("1.4 side effects")
-def test_arrays_are_histograms_and_what_is_no_number_is_skipped_with_a_warning(tmp_path, messages):
-    def model_fn(features, labels, mode):
-        spec = Linear()(features, labels, mode)
-        metrics = {
-            "recall": est.metrics.recall_at_thresholds(labels > 3, labels / 16, [0.2, 0.4, 0.6]),
-            "pair": Pair.of(features),
-        }
-        return est.EstimatorSpec(mode, loss=spec.loss, train_op=spec.train_op, eval_metric_ops=metrics)
-
-    estimator = make(tmp_path, model_fn)
-    results = estimator.evaluate(times(1))
-    assert results["recall"].shape == (3,) and results["pair"] == (28.0, 4)
-    histogram = shown(estimator.eval_dir())["recall"][0][1].histo
-    assert histogram.num == 3 and histogram.sum == pytest.approx(results["recall"].sum())
-    assert set(est.read_eval_metrics(estimator.eval_dir())[0]) == {"loss"}
-    assert "Skipping summary for pair, must be a number or an array of numbers; got (28.0, 4)." in messages()
-
-
+@jax.tree_util.register_dataclass
 class Parts(Pair):
     """A metric with a dict as its result, in which one value is no number."""
 
@@ -97,19 +79,29 @@ class Parts(Pair):
         return {"total": self.total, "of": {"rows": self.rows}, "pair": (self.total, self.rows)}
 
 
-def test_the_values_of_a_dict_are_written_one_by_one(tmp_path, messages):
-    jax.tree_util.register_dataclass(Parts, ["total", "rows"], [])
-
+@pytest.mark.covers("1.4 side effects")
+def test_arrays_are_histograms_dicts_are_their_values_and_what_is_no_number_is_skipped_with_a_warning(
+    tmp_path, messages
+):
     def model_fn(features, labels, mode):
-        spec = Linear()(features, labels, mode)
-        metrics = {"parts": Parts.of(features)}
-        return est.EstimatorSpec(mode, loss=spec.loss, train_op=spec.train_op, eval_metric_ops=metrics)
+        metrics = {
+            "recall": est.metrics.recall_at_thresholds(labels > 3, labels / 16, [0.2, 0.4, 0.6]),
+            "pair": Pair.of(features),
+            "parts": Parts.of(features),
+        }
+        return Linear()(features, labels, mode)._replace(eval_metric_ops=metrics)
 
     estimator = make(tmp_path, model_fn)
-    assert estimator.evaluate(times(1))["parts"] == {"total": 28.0, "of": {"rows": 4}, "pair": (28.0, 4)}
+    results = estimator.evaluate(times(1))
+    assert results["recall"].shape == (3,) and results["pair"] == (28.0, 4)
+    assert results["parts"] == {"total": 28.0, "of": {"rows": 4}, "pair": (28.0, 4)}
+    histogram = shown(estimator.eval_dir())["recall"][0][1].histo
+    assert histogram.num == 3 and histogram.sum == pytest.approx(results["recall"].sum())
     written = est.read_eval_metrics(estimator.eval_dir())[0]
-    assert written["parts/total"] == 28 and written["parts/of/rows"] == 4
-    assert "Skipping summary for parts/pair, must be a number or an array of numbers; got (28.0, 4)." in messages()
+    assert written == {"loss": results["loss"], "parts/total": 28, "parts/of/rows": 4}
+    for name in ("pair", "parts/pair"):
+        text = f"Skipping summary for {name}, must be a number or an array of numbers; got (28.0, 4)."
+        assert text in messages()
 
 
 def test_a_hook_shows_the_last_batch_that_it_asked_for(tmp_path):
@@ -165,18 +157,10 @@ def test_bars_on_a_terminal(tmp_path, monkeypatch):
 
 
 @pytest.mark.covers("1.4 logs")
-def test_no_bars_for_who_wants_none(tmp_path, monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    use(tmp_path, verbose=False)
-    assert "%|" not in terminal.getvalue()
-
-
-@pytest.mark.covers("1.4 logs")
-def test_no_bars_elsewhere(tmp_path, monkeypatch):
-    file = io.StringIO()
+@pytest.mark.parametrize(("file", "config"), [(Terminal(), {"verbose": False}), (io.StringIO(), {})])
+def test_no_bars_elsewhere_nor_for_who_wants_none(tmp_path, monkeypatch, file, config):
     monkeypatch.setattr("sys.stderr", file)
-    use(tmp_path)
+    use(tmp_path, **config)
     assert "batch" not in file.getvalue() and "%|" not in file.getvalue()
 
 

@@ -108,7 +108,7 @@ def test_programs_of_several_steps_show_what_single_steps_show(tmp_path, monkeyp
 
     monkeypatch.setattr(Training, "_start", noted)
     written = []
-    for steps_per_loop in (1, 4, 10):
+    for steps_per_loop in (1, 10):
         directory = tmp_path / str(steps_per_loop)
         estimator = make(directory, model_fn, save_summary_steps=10, steps_per_loop=steps_per_loop)
         del programs[:]
@@ -155,17 +155,6 @@ def test_moments_are_the_same_wherever_a_run_begins(tmp_path, model_fn):
 @pytest.mark.quick
 @pytest.mark.covers("4 SummarySaverHook")
 @pytest.mark.parametrize("model_fn", [None, showing])
-def test_writing_by_the_clock(tmp_path, model_fn):
-    hooks = [est.SummarySaverHook(save_secs=1e-9)]
-    make(tmp_path, model_fn, log_step_count_steps=2).train(endless, steps=9, hooks=hooks)
-    assert len(read(tmp_path)) >= 4
-    hooks = [est.SummarySaverHook(save_secs=1000)]
-    make(tmp_path, model_fn, log_step_count_steps=2).train(endless, steps=9, hooks=hooks)
-    assert len([step for step in read(tmp_path) if step > 9]) == 1
-
-
-@pytest.mark.covers("4 SummarySaverHook")
-@pytest.mark.parametrize("model_fn", [None, showing])
 def test_by_the_clock_no_two_steps_are_written_at_once(tmp_path, monkeypatch, model_fn):
     class Ticks(est.Hook):
         """A step takes 0.3 s."""
@@ -175,34 +164,33 @@ def test_by_the_clock_no_two_steps_are_written_at_once(tmp_path, monkeypatch, mo
 
     clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(_timer, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    hooks = [Ticks(), est.SummarySaverHook(save_secs=1.5)]
-    make(tmp_path, model_fn, log_step_count_steps=1).train(endless, steps=30, hooks=hooks)
+    estimator = make(tmp_path, model_fn, log_step_count_steps=1)
+    estimator.train(endless, steps=30, hooks=[Ticks(), est.SummarySaverHook(save_secs=1.5)])
     steps = list(read(tmp_path))
     assert 3 <= len(steps) and min(np.diff(steps)) >= 5  # as many as make 1.5 s; a few more were planned before
+    estimator.train(endless, steps=9, hooks=[Ticks(), est.SummarySaverHook(save_secs=1000)])
+    assert len([step for step in read(tmp_path) if step > 30]) == 1
 
 
 @pytest.mark.covers("4 SummarySaverHook")
-@pytest.mark.parametrize("never", [0, None])
-def test_nothing_is_written_where_the_config_says_never(tmp_path, never):
-    make(tmp_path, showing, save_summary_steps=never).train(endless, steps=2)
+def test_nothing_is_written_where_the_config_says_never(tmp_path):
+    make(tmp_path, showing, save_summary_steps=None).train(endless, steps=2)
     assert all(name.startswith("ckpt-") for name in os.listdir(tmp_path))
 
 
 def test_towers_write_what_one_device_writes(tmp_path):
-    written = []
-    for towers in (1, 2, 4):
+    for towers in (1, 2):
         replicated = replicate_model_fn(showing_products, devices=cpus(towers))
         make(tmp_path / str(towers), replicated, save_summary_steps=1).train(endless, steps=2)
-        written.append(shown(tmp_path / str(towers)))
-    for other in written[1:]:
-        assert other.keys() - RATES == written[0].keys() - RATES
-        for tag in written[0].keys() - RATES:
-            for (step, value), (same_step, same) in zip(written[0][tag], other[tag], strict=True):
-                assert step == same_step
-                assert value.simple_value == pytest.approx(same.simple_value, rel=1e-5)
-                assert value.image == same.image
-                assert list(value.histo.bucket) == list(same.histo.bucket)
-                np.testing.assert_allclose(value.histo.bucket_limit, same.histo.bucket_limit)
+    one, two = (shown(tmp_path / towers) for towers in "12")
+    assert one.keys() - RATES == two.keys() - RATES
+    for tag in one.keys() - RATES:
+        for (step, value), (same_step, same) in zip(one[tag], two[tag], strict=True):
+            assert step == same_step
+            assert value.simple_value == pytest.approx(same.simple_value, rel=1e-5)
+            assert value.image == same.image
+            assert list(value.histo.bucket) == list(same.histo.bucket)
+            np.testing.assert_allclose(value.histo.bucket_limit, same.histo.bucket_limit)
 
 
 def test_where_the_default_hook_stands_and_what_takes_its_place(tmp_path):
