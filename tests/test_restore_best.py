@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import saved_steps, step_of
+from testing.hooks import At, When
 from testing.scenarios.early_stopping import ONE, TABLE, KillEvaluation, evaluated, make, no_decrease, record, run
 from testing.signals import terminate
 
@@ -181,21 +182,14 @@ def test_another_hook_may_evaluate(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "during_evaluation"), [(10, True), (10, False), (11, False)])
-def test_a_training_that_is_preempted_restores_and_evaluates_nothing(tmp_path, step, during_evaluation):
-    class Preempt(est.Hook):
-        def after_create_state(self, context):
-            if during_evaluation and context.global_step == step:
-                terminate()
-
-        def after_run(self, context, values):
-            if not during_evaluation and context.mode == "train" and context.global_step == step:
-                terminate()
-
+@pytest.mark.parametrize("during_evaluation", [True, False])
+def test_a_training_that_is_preempted_restores_and_evaluates_nothing(tmp_path, during_evaluation):
+    in_evaluation = When(after_create_state=lambda context: context.global_step == 10 and terminate())
+    kill = {"hooks_": [in_evaluation]} if during_evaluation else {"hooks": [At(10, terminate)]}
     estimator = make(tmp_path, TABLE)
     with pytest.raises(est.Preempted):
-        run(estimator, no_decrease(estimator, restore_best=True), None, hooks=[Preempt()], hooks_=[Preempt()])
-    assert estimator.get_variable_value("steps") == step_of(estimator) == step
+        run(estimator, no_decrease(estimator, restore_best=True), None, **kill)
+    assert estimator.get_variable_value("steps") == step_of(estimator) == 10
     assert evaluated(estimator) == ([2, 4, 6, 8] if during_evaluation else [2, 4, 6, 8, 10])
     run(estimator, no_decrease(estimator, restore_best=True), None)
     assert evaluated(estimator) == [2, 4, 6, 8, 10, 12, 14]

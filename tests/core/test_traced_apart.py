@@ -276,7 +276,6 @@ PLACES = {
     "scan": in_scan,
     "vmap": lambda loss, x: jax.vmap(lambda factor: loss(factor * x))(jnp.arange(1.0, 4.0)).sum(),
     "checkpoint": lambda loss, x: jax.checkpoint(loss)(x),
-    "jit": lambda loss, x: jax.jit(loss)(x),
     "grad": lambda loss, x: loss(x) + jax.grad(lambda factor: loss(factor * x))(1.0),
 }
 

@@ -271,15 +271,6 @@ def test_results_calls_and_logs_match_one_step_at_a_time(tmp_path, messages):
                 np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-def test_a_hook_by_the_clock_is_called_with_steps_in_one_program(tmp_path):
-    """Its moments come up during the run; the size of the programs is chosen before."""
-    estimator = make(tmp_path, Linear(), save_checkpoints_steps=None)
-    seen = []
-    hook = est.LoggingTensorHook(["loss"], every_n_secs=1e-9, formatter=lambda values: seen.append(values["loss"]))
-    estimator.train(endless, hooks=[hook], steps=300)
-    assert 2 <= len(seen) < 300 and seen[0] == pytest.approx(np.mean(Y**2))
-
-
 def test_hooks_know_which_variables_are_trainable(tmp_path):
     seen = {}
 

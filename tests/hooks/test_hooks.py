@@ -138,9 +138,9 @@ def test_end_is_called_whatever_happened_and_knows_it(unsaved, calls, moment, er
 
 @pytest.mark.covers("1.5 hooks")
 def test_an_error_in_evaluation_or_prediction_reaches_end(unsaved, calls):
-    hook = Noted("user", calls, after_run=raising(ValueError("in after_run")))
+    hook = Noted("user", calls, after_run=raising(KeyboardInterrupt("in after_run")))
     for run in (unsaved.evaluate, lambda *args, **kwargs: list(unsaved.predict(*args, **kwargs))):
-        with pytest.raises(ValueError, match="in after_run"):
+        with pytest.raises(KeyboardInterrupt, match="in after_run"):
             run(times(1), hooks=[hook])
         assert str(hook.context.error) == "in after_run" and hook.context.metrics is None
     assert calls.count("user.end") == 2

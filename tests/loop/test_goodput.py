@@ -124,8 +124,9 @@ def test_without_times_there_is_an_error(tmp_path):
         est.goodput(tmp_path)
 
 
-def test_log_lines_have_examples_and_the_wait_for_input(tmp_path, messages):
-    make(tmp_path, log_step_count_steps=10, steps_per_loop=1).train(lambda: napping(31))
+def test_log_lines_have_examples_and_the_wait_for_input_and_so_have_summaries(tmp_path, messages):
+    config = {"log_step_count_steps": 20, "save_summary_steps": 10, "steps_per_loop": 1}
+    make(tmp_path, **config).train(lambda: napping(60))
     lines = [line for line in messages() if "steps/sec" in line]
     pattern = r"loss = \S+, step = \d+ \((\S+) steps/sec, (\S+) examples/sec, (\d+)% waiting for input\)"
     found = [re.fullmatch(pattern, line) for line in lines]
@@ -133,6 +134,8 @@ def test_log_lines_have_examples_and_the_wait_for_input(tmp_path, messages):
     for steps, examples, _ in (each.groups() for each in found):
         assert float(examples) == pytest.approx(len(X) * float(steps), rel=1e-2)
     assert any(int(each[3]) > 50 for each in found)
+    waits = [value for _, value in scalars(tmp_path)["input_wait"]]
+    assert waits and all(0 <= wait <= 1 for wait in waits) and max(waits) > 0.5
 
 
 @pytest.mark.parametrize(
@@ -241,12 +244,6 @@ def test_the_bar_shows_a_step_after_a_second_though_those_before_were_quick(monk
         now += 1.0
         log.advance(1)
         assert log._bar.last_print_n == 2001
-
-
-def test_summaries_have_the_wait_for_input(tmp_path):
-    make(tmp_path, save_summary_steps=10, steps_per_loop=1).train(lambda: napping(60))
-    waits = [value for _, value in scalars(tmp_path)["input_wait"]]
-    assert waits and all(0 <= wait <= 1 for wait in waits) and max(waits) > 0.5
 
 
 def test_where_the_peak_is_known_its_share_is_shown(tmp_path, messages, monkeypatch):

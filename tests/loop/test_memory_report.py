@@ -2,24 +2,16 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from testing.estimators import make
 from testing.model_fns import minimizing
-from testing.towers import assert_close, cpus, mlp_model_fn, regression
+from testing.towers import cpus, mlp_model_fn, regression
 
 import estimator as est
 from replicate import VariableDistribution, replicate_model_fn
 
-LAYERS, WIDTH = 24, 32
-
-
-def mlp(features):
-    x = features
-    for i in range(LAYERS):
-        x = jnp.tanh(x @ est.get_variable(f"w{i}", (WIDTH, WIDTH)))
-    return x
+WIDTH = 32
 
 
 def transformer(features, blocks=4, heads=2):
@@ -43,36 +35,17 @@ def transformer(features, blocks=4, heads=2):
     return x
 
 
-NETS = {"mlp": (mlp, (1024, WIDTH)), "transformer": (transformer, (16, 32, WIDTH))}
-
-
-def model_fn_of(net, transform=None, towers=2, **how):
-    model_fn = minimizing(lambda x, y: est.losses.mean_squared_error(y, net(x)), optax.sgd(0.1, momentum=0.9))
-    return replicate_model_fn(model_fn, devices=cpus(towers), tower_transform=transform, **how)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NETS)
-def test_segments_need_at_most_half_the_temporary_bytes_and_train_the_same(name):
-    net, shape = NETS[name]
-    model_fns = {"plain": model_fn_of(net), "segments": model_fn_of(net, est.checkpoint_segments)}
-    batch = jax.ShapeDtypeStruct(shape, jnp.float32)
+def test_segments_need_at_most_half_the_temporary_bytes():
+    model_fn = minimizing(lambda x, y: est.losses.mean_squared_error(y, transformer(x)))
+    model_fns = {
+        name: replicate_model_fn(model_fn, devices=cpus(2), tower_transform=transform)
+        for name, transform in (("plain", None), ("segments", est.checkpoint_segments))
+    }
+    batch = jax.ShapeDtypeStruct((16, 32, WIDTH), jnp.float32)
     report = est.memory_report(model_fns, batch, batch)
     assert report["segments"].temporary <= report["plain"].temporary / 2, f"\n{report}"
     assert report["segments"].arguments == report["plain"].arguments
-    x, y = np.random.default_rng(0).normal(size=(2, 4, *shape[1:])).astype(np.float32)
-    plain, segments = (est.transform(model_fn) for model_fn in model_fns.values())
-    state = plain.init(jax.random.key(0), x, y)
-    assert_close(*(m.train_step(state, x, y)[0].slots for m in (plain, segments)), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_whole_forward_pass_that_is_computed_again_saves_nothing():
-    net, shape = NETS["mlp"]
-    batch = jax.ShapeDtypeStruct(shape, jnp.float32)
-    model_fns = {"plain": model_fn_of(net), "checkpoint": model_fn_of(net, jax.checkpoint)}
-    report = est.memory_report(model_fns, batch, batch)
-    assert report["checkpoint"].temporary >= report["plain"].temporary
 
 
 @pytest.mark.quick

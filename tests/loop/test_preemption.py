@@ -330,13 +330,3 @@ def test_an_error_ends_hooks_and_saves_nothing_and_training_resumes_before_it(tm
             estimator.train(interrupted(error, at), max_steps=16)
     assert saved_steps(estimator) == [0, 4, 8]
     assert same_bits(estimator.train(rows(), max_steps=16), whole)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("verb", ["evaluate", "predict"])
-def test_ctrl_c_ends_the_hooks_of_other_runs(tmp_path, verb):
-    estimator = make(tmp_path).train(times(1))
-    hook = At(2, raising(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        list(getattr(estimator, verb)(times(4), hooks=[hook]))
-    assert type(hook.context.error) is KeyboardInterrupt

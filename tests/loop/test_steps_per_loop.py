@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testing.estimators import make, same_bits
+from testing.hooks import When
 from testing.model_fns import minimizing
 from testing.towers import cpus
 
@@ -24,21 +25,7 @@ from estimator.loop._train import Training
 from replicate import TowerOptimizer, replicate_model_fn
 
 
-class At(est.Hook):
-    """Wants to be called after the steps given."""
-
-    def __init__(self, *steps):
-        self.steps = sorted(steps)
-        self.called = []
-
-    def next_step(self, step):
-        return next((s for s in self.steps if s > step), None)
-
-    def after_run(self, context, values):
-        self.called.append((context.global_step, round(values.loss, 5)))
-
-
-class Asking(At):
+class Asking(When):
     def before_run(self, context):
         return "loss"
 
@@ -54,7 +41,7 @@ class Asking(At):
     most=st.lists(st.integers(1, 25), min_size=1, max_size=5),
 )
 def test_a_plan_stops_at_every_moment_and_nowhere_else(quiet, asking, start, length, is_bounded, most):
-    hooks = [At(*steps) for steps in quiet] + [Asking(*steps) for steps in asking]
+    hooks = [When(*steps) for steps in quiet] + [Asking(*steps) for steps in asking]
     step, end = start, start + length
     bounds, sizes = [], itertools.cycle(most)
     plan = Plan(hooks, start, end if is_bounded else None, lambda: bounds.append(next(sizes)) or Bounds(bounds[-1]))
@@ -70,7 +57,7 @@ def test_a_plan_stops_at_every_moment_and_nowhere_else(quiet, asking, start, len
 
 
 def test_a_plan_has_as_few_chunks_as_the_moments_allow():
-    plan = Plan([At(100), Asking(1, 101)], 0, 200, lambda: Bounds(100))
+    plan = Plan([When(100), Asking(1, 101)], 0, 200, lambda: Bounds(100))
     assert [chunk.steps for chunk in iter(plan.next, None)] == [1, 99, 1, 99]
 
 
@@ -254,19 +241,21 @@ def test_auto_does_not_count_what_is_shown_now_and_then(tmp_path, calls):
 
 def test_auto_passes_no_moment(tmp_path, calls):
     config = {"save_checkpoints_steps": 25, "save_summary_steps": None, "log_step_count_steps": 10}
-    hook = At(7, 8, 30)
+    called = []
+    hook = When(7, 8, 30, after_run=lambda context: called.append(context.global_step))
     estimator = make(tmp_path, wide(2), **config).train(of_width(2, 32), hooks=[hook])
     ends = set(np.cumsum(lengths(calls)).tolist())
     assert {7, 8, 25, 30, 32} <= ends
-    assert [step for step, _ in hook.called] == [7, 8, 30]
+    assert called == [7, 8, 30]
     assert estimator.latest_checkpoint().endswith("ckpt-32")
 
 
 def test_auto_is_one_where_a_hook_wants_every_step(tmp_path, calls):
-    hook = At(*range(1, 13))
+    called = []
+    hook = When(after_run=lambda context: called.append(context.global_step))
     make(tmp_path, wide(2)).train(of_width(2, 12), hooks=[hook])
     assert rooms(calls) == [0] * 12
-    assert [step for step, _ in hook.called] == list(range(1, 13))
+    assert called == list(range(1, 13))
 
 
 def test_a_training_with_loops_compiles_each_program_once(tmp_path, compilations):

@@ -26,7 +26,7 @@ def curves(panel):
     return {line.get_label(): [tuple(map(float, point)) for point in line.get_xydata()] for line in panel.lines}
 
 
-def test_a_run_and_its_evaluations_become_a_png(tmp_path):
+def test_a_run_and_its_evaluations_become_a_png_which_a_notebook_shows(tmp_path):
     estimator = make(tmp_path, showing, save_summary_steps=2).train(endless, steps=6)
     estimator.evaluate(times(1))
     estimator.evaluate(times(1), name="more")
@@ -37,10 +37,6 @@ def test_a_run_and_its_evaluations_become_a_png(tmp_path):
     for name in ("history.png", "other.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
         assert os.path.getsize(tmp_path / name) > 1000
-
-
-def test_a_notebook_shows_the_picture(tmp_path):
-    make(tmp_path, showing, save_summary_steps=2).train(endless, steps=4)
     picture, drawing = est.plot_history(tmp_path), est.plot_history(tmp_path, tmp_path / "drawing.svg")
     assert picture._repr_png_() == (tmp_path / "history.png").read_bytes() and picture._repr_svg_() is None
     assert drawing._repr_svg_().startswith("<?xml") and drawing._repr_png_() is None

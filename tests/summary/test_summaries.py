@@ -44,6 +44,9 @@ def test_the_loss_of_the_steps_1_101_201_is_written(tmp_path, losses, steps_per_
     assert read(tmp_path / "run") == pytest.approx(want, rel=1e-5)
     assert scalars(tmp_path / "run")["loss"] == [(s, pytest.approx(v, rel=1e-5)) for s, v in want.items()]
     assert set(scalars(tmp_path / "run")) == {"loss"} | RATES
+    rates, examples = read(tmp_path / "run", "global_step/sec"), read(tmp_path / "run", "examples/sec")
+    assert rates and rates.keys() == examples.keys() and 1 not in rates
+    assert all(rate > 0 and examples[step] == pytest.approx(4 * rate) for step, rate in rates.items())
 
 
 @pytest.mark.quick
@@ -119,14 +122,6 @@ def test_programs_of_several_steps_show_what_single_steps_show(tmp_path, monkeyp
         assert len(histograms) == 4 and all(sum(counts) == 4 for counts in histograms)
     if not distribution:
         assert [run.steps for run in programs] == [1, 10, 10, 10]  # no step is a program of its own for it
-
-
-def test_rates_are_of_steps_and_of_their_examples(tmp_path):
-    make(tmp_path).train(endless, steps=230)
-    steps, examples = read(tmp_path, "global_step/sec"), read(tmp_path, "examples/sec")
-    assert steps and steps.keys() == examples.keys() and 1 not in steps
-    for step, rate in steps.items():
-        assert rate > 0 and examples[step] == pytest.approx(4 * rate)
 
 
 def test_a_model_fn_that_shows_nothing_compiles_and_runs_no_more(tmp_path, compilations):
@@ -209,25 +204,20 @@ def test_where_the_default_hook_stands_and_what_takes_its_place(tmp_path):
         kinds(own, here)
 
 
-def test_a_hook_with_a_directory_of_its_own_writes_there(tmp_path):
-    hook = est.SummarySaverHook(save_steps=2, output_dir=tmp_path / "more")
-    make(tmp_path / "run").train(changing, steps=5, hooks=[hook])
-    assert list(read(tmp_path / "more")) == [1, 3, 5] and list(read(tmp_path / "run")) == [1]
-    assert read(tmp_path / "more")[1] == read(tmp_path / "run")[1]
-
-
 @pytest.mark.covers("4 SummarySaverHook")
-def test_a_writer_of_tensorboardX_gets_the_same(tmp_path):
+def test_a_writer_of_tensorboardX_and_a_directory_of_its_own_get_the_same(tmp_path):
     with tensorboardX.SummaryWriter(str(tmp_path / "theirs")) as writer:
-        hook = est.SummarySaverHook(save_steps=2, summary_writer=writer)
-        make(tmp_path / "run", showing, save_summary_steps=2).train(changing, steps=5, hooks=[hook])
-    ours, theirs = shown(tmp_path / "run"), shown(tmp_path / "theirs")
+        hooks = [est.SummarySaverHook(2, summary_writer=writer), est.SummarySaverHook(2, output_dir=tmp_path / "more")]
+        make(tmp_path / "run", showing, save_summary_steps=4).train(changing, steps=5, hooks=hooks)
+    ours, theirs = shown(tmp_path / "more"), shown(tmp_path / "theirs")
     assert ours.keys() - RATES == theirs.keys() - RATES
     for tag in ours.keys() - RATES:
         assert steps_of(ours[tag]) == steps_of(theirs[tag]) == [1, 3, 5]
         for (_, value), (_, same) in zip(ours[tag], theirs[tag], strict=True):
             assert (value.simple_value, value.histo) == (same.simple_value, same.histo)
             assert (value.image.width, value.image.height) == (same.image.width, same.image.height)
+    losses = read(tmp_path / "more")
+    assert read(tmp_path / "run") == {step: losses[step] for step in (1, 5)}
 
 
 def test_only_the_chief_writes(tmp_path, monkeypatch):
