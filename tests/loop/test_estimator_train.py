@@ -80,7 +80,6 @@ def test_empty_input_warns_and_makes_no_step(tmp_path, messages):
     [
         ({"steps": 1, "max_steps": 2}, "Can not provide both steps and max_steps; got steps=1 and max_steps=2"),
         ({"steps": 0}, "Must specify steps > 0, given: 0"),
-        ({"steps": -3}, "Must specify steps > 0, given: -3"),
         ({"steps": 1e3}, r"`Estimator\.train` needs an int as steps; got 1000.0 of type float\."),
         ({"max_steps": "3"}, r"`Estimator\.train` needs an int as max_steps; got '3' of type str\."),
         ({"max_steps": 0}, "Must specify max_steps > 0, given: 0"),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from testing.estimators import X, Y, endless, make, times
+from testing.hooks import When
 from testing.scenarios.early_stopping import KillAt
 from testing.summaries import scalars
 
@@ -31,14 +32,9 @@ PARTS = ["input", "host", "device", "checkpoint", "evaluation", "compilation", "
 NAP = 0.05
 
 
-class Naps(est.Hook):
+def naps():
     """Sleeps in the host's time."""
-
-    def next_step(self, step):
-        return step + 5 - step % 5
-
-    def after_run(self, context, values):
-        time.sleep(NAP)
+    return When(5, 10, 15, 20, after_run=lambda context: time.sleep(NAP))
 
 
 class NapsOnce(est.Hook):
@@ -55,7 +51,7 @@ def napping(n):
 
 def test_each_part_has_what_was_spent_on_it(tmp_path):
     estimator = make(tmp_path)
-    spec = est.TrainSpec(lambda: napping(20), max_steps=20, hooks=[Naps()])
+    spec = est.TrainSpec(lambda: napping(20), max_steps=20, hooks=[naps()])
     est.train_and_evaluate(estimator, spec, est.EvalSpec(times(1), hooks=[NapsOnce()]), eval_every_steps=10)
     spent = est.goodput(tmp_path)
     (row,) = spent.rows
@@ -70,7 +66,7 @@ def test_each_part_has_what_was_spent_on_it(tmp_path):
 
 def test_a_restart_continues_and_what_was_lost_is_in_other(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        make(tmp_path, save_checkpoints_steps=5).train(endless, hooks=[Naps(), KillAt(13)])
+        make(tmp_path, save_checkpoints_steps=5).train(endless, hooks=[naps(), KillAt(13)])
     first = est.goodput(tmp_path)
     time.sleep(NAP)
     make(tmp_path, save_checkpoints_steps=5, resume_input=None).train(endless, max_steps=15)

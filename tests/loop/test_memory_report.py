@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from testing.estimators import make
+from testing.hooks import When
 from testing.model_fns import minimizing
 from testing.towers import cpus, mlp_model_fn, regression
 
@@ -63,25 +64,15 @@ def test_the_state_is_donated_whole_variables_and_slots(distribution):
     assert use.peak == use.arguments + use.outputs - use.donated + use.temporary
 
 
-class Kept(est.Hook):
-    """Keeps the state of the first step, to see what becomes of it."""
-
-    def __init__(self):
-        self.state = None
-
-    def after_run(self, context, values):
-        if self.state is None:
-            self.state = context.state
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("steps_per_loop", [1, 2])
 def test_an_estimator_trains_in_the_memory_of_its_state(tmp_path, steps_per_loop):
     x, y = regression(8)
-    hook = Kept()
+    states = []
+    hook = When(1, after_run=lambda context: states.append(context.state))
     estimator = make(tmp_path, model_fn_of_regression(), steps_per_loop=steps_per_loop)
     estimator.train(lambda: [(x[0], y[0])] * 4, hooks=[hook])
-    leaves = jax.tree.leaves((hook.state.variables, hook.state.slots))
+    leaves = jax.tree.leaves((states[0].variables, states[0].slots))
     assert len(leaves) == 10 and all(leaf.is_deleted() for leaf in leaves)
 
 

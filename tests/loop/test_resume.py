@@ -47,11 +47,10 @@ def test_what_a_killed_save_left_is_never_loaded(tmp_path, name):
     np.testing.assert_array_equal(estimator.get_variable_value("w"), 9)
 
 
-def noisy(features, mode):
+def noisy(features, labels):
     w = est.get_variable("w", (4, 3))
     noise = jax.random.normal(est.make_rng(), (4, 3))
-    loss = jnp.mean((features @ noise.T @ w) ** 2) + jnp.mean((w - noise) ** 2)
-    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adam(0.1)).minimize(loss))
+    return jnp.mean((features @ noise.T @ w) ** 2) + jnp.mean((w - noise) ** 2)
 
 
 @pytest.mark.slow
@@ -60,23 +59,18 @@ def noisy(features, mode):
 def test_the_bits_depend_on_the_seed_and_not_on_where_a_run_stopped(tmp_path):
     batches = list(np.random.default_rng(0).normal(size=(12, 5, 3)).astype(np.float32))
     straight, again, other = (
-        make(tmp_path / name, noisy, seed=seed).train(lambda: batches)
+        make(tmp_path / name, minimizing(noisy, optax.adam(0.1)), seed=seed).train(lambda: batches)
         for name, seed in (("straight", 0), ("again", 0), ("other", 1))
     )
     for part in (batches[:5], batches[5:6], batches[6:]):
-        stopped = make(tmp_path / "stopped", noisy).train(lambda part=part: part)
+        stopped = make(tmp_path / "stopped", minimizing(noisy, optax.adam(0.1))).train(lambda part=part: part)
     assert same_bits(straight, again) and same_bits(straight, stopped)
     assert not same_bits(straight, other)
 
 
 linear = minimizing(lambda x, y: jnp.mean(x @ ones("w", (1, 1))))
-
-
-def root(features, mode):
-    """Where features are 0, the loss is 0 and its gradient is NaN."""
-    w = est.get_variable("w", (1, 1), initializer=jax.nn.initializers.ones)
-    loss = jnp.mean(jnp.sqrt(features @ w))
-    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.01)).minimize(loss))
+# Where features are 0, the loss is 0 and its gradient is NaN.
+root = minimizing(lambda x, y: jnp.mean(jnp.sqrt(x @ ones("w", (1, 1)))), optax.sgd(0.01))
 
 
 def nan_at(step, number=20):

@@ -7,22 +7,29 @@ import sys
 
 import pytest
 
+from estimator.runtime import _log_lines
+
 SCRIPT = """
 import numpy as np, optax
 import estimator as est
-{after}
 
 def model_fn(features, labels, mode):
     w = est.get_variable("w", (2, 1))
     loss = est.losses.mean_squared_error(labels, features @ w)
     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
 
-estimator = est.Estimator(model_fn, config=est.RunConfig(log_step_count_steps=100, {fields}), model_dir={folder!r})
-"""
-RUNS = """
 x = np.ones((8, 2), np.float32)
+estimator = est.Estimator(model_fn, config=est.RunConfig(log_step_count_steps=100, {fields}), model_dir={folder!r})
 estimator.train(lambda: [(x, x[:, :1])] * 3)
 estimator.evaluate(lambda: [(x, x[:, :1])])
+"""
+# What an import of the library and an Estimator do about lines, without what else they do, which takes seconds.
+ALONE = """
+import runpy
+ours = runpy.run_path({path!r})
+{after}
+ours["show_log_lines"]()
+ours["absl_logging"].info("Using config: RunConfig()")
 """
 LINES = [
     r"Using config: RunConfig\(.*\)",
@@ -36,13 +43,23 @@ LINES = [
 ]
 
 
-def said(folder, before, fields="", after="", runs=""):
+def said(script):
     """The lines on stderr; stdout stays the script's own."""
-    program = before + SCRIPT.format(fields=fields, after=after, folder=str(folder)) + runs
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     assert not done.stdout
     return done.stderr.splitlines()
+
+
+def said_alone(before="", after="", later=""):
+    return said(before + ALONE.format(path=_log_lines.__file__, after=after) + later)
+
+
+@pytest.mark.slow
+def test_a_plain_script_shows_its_progress_unless_it_wants_none(tmp_path):
+    for line, shown in zip(LINES, said(SCRIPT.format(fields="", folder=f"{tmp_path}/a")), strict=True):
+        assert re.fullmatch("INFO:absl:" + line, shown)
+    assert said(SCRIPT.format(fields="verbose=False", folder=f"{tmp_path}/b")) == []
 
 
 @pytest.mark.slow
@@ -55,32 +72,30 @@ def said(folder, before, fields="", after="", runs=""):
         ("from absl import logging; logging.use_absl_handler(); logging.set_verbosity(logging.INFO)", r"I\d{4} .*\] "),
     ],
 )
-def test_a_plain_script_shows_its_progress(tmp_path, before, begin):
-    lines, ours = (said(tmp_path, before), LINES[:1]) if before else (said(tmp_path, before, runs=RUNS), LINES)
-    if begin != "INFO:absl:":  # then jax and others say what they do, too
-        lines = [line for line in lines if re.fullmatch(begin + ours[0], line)]
-    for line, shown in zip(ours, lines, strict=True):
-        assert re.fullmatch(begin + line, shown)
+def test_the_lines_are_shown_where_a_program_has_not_turned_them_off(before, begin):
+    *others, line = said_alone(before)
+    assert re.fullmatch(begin + LINES[0], line)
+    assert not others or "use_absl_handler" in before  # which says where its lines go
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "fields", "after", "runs"),  # before and after the import
+    ("before", "after"),  # the import
     [
-        ("", "verbose=False", "", RUNS),
-        ("import logging; logging.basicConfig(filename='/dev/stderr')", "", "", ""),  # a file that the test can read
-        ("import logging; logging.basicConfig(level=logging.WARNING); import orbax.checkpoint", "", "", ""),
-        ("import logging; logging.getLogger().setLevel(logging.ERROR)", "", "", ""),
-        ("", "", "import logging; logging.basicConfig(level=logging.WARNING)", ""),
-        ("", "", "from absl import logging; logging.set_verbosity(logging.WARNING)", ""),
+        ("import logging; logging.basicConfig(filename='/dev/stderr')", ""),  # a file that the test can read
+        ("import logging; logging.basicConfig(level=logging.WARNING); import orbax.checkpoint", ""),
+        ("import logging; logging.getLogger().setLevel(logging.ERROR)", ""),
+        ("import logging; logging.getLogger('absl').setLevel(logging.ERROR)", ""),
+        ("", "import logging; logging.basicConfig(level=logging.WARNING)"),
+        ("", "from absl import logging; logging.set_verbosity(logging.WARNING)"),
     ],
 )
-def test_a_program_that_wants_none_shows_none(tmp_path, before, fields, after, runs):
-    assert said(tmp_path, before, fields, after, runs) == []
+def test_a_program_that_wants_none_shows_none(before, after):
+    assert said_alone(before, after) == []
 
 
 @pytest.mark.slow
-def test_a_level_of_the_root_logger_is_obeyed_at_any_time(tmp_path):
+def test_a_level_of_the_root_logger_is_obeyed_at_any_time():
     set_level = "import logging; logging.getLogger().setLevel(logging.WARNING)\n"
-    (config,) = said(tmp_path, before="", runs=f"{set_level}est.Estimator(model_fn, {str(tmp_path)!r})")
-    assert re.fullmatch("INFO:absl:" + LINES[0], config)
+    (line,) = said_alone(later=set_level + 'ours["absl_logging"].info("Not shown")')
+    assert re.fullmatch("INFO:absl:" + LINES[0], line)

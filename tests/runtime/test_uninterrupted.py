@@ -7,7 +7,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from testing.estimators import make, step_of, times
+from testing.estimators import make, times
 from testing.hooks import When
 from testing.signals import interrupt
 
@@ -76,7 +76,7 @@ def test_to_compile_first_compiles_nothing_twice(compilations):
     assert len(compilations) == before + 1
 
 
-# A Ctrl-C that was dropped, and a handler of the user.
+# A Ctrl-C that was dropped.
 
 
 def drop_ctrl_c(context):
@@ -95,12 +95,3 @@ def test_a_dropped_ctrl_c_ends_the_run(tmp_path, verb):
         list(getattr(estimator, verb)(times(20), hooks=hooks))
     assert steps[-1] == 3
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.slow
-def test_a_handler_of_the_user_stays_and_decides(tmp_path):
-    calls = []
-    signal.signal(signal.SIGINT, lambda *_: calls.append(1))
-    hook = When(after_run=lambda context: signal.raise_signal(signal.SIGINT))
-    assert step_of(make(tmp_path).train(times(4), hooks=[hook])) == 4
-    assert len(calls) == 4

@@ -119,17 +119,13 @@ def test_a_hook_shows_the_last_batch_that_it_asked_for(tmp_path):
 
 
 def test_a_state_in_memory_is_evaluated_into_the_eval_dir(tmp_path):
-    class Evaluate(est.Hook):
-        def next_step(self, step):
-            return step + 2
+    def evaluate(context):
+        results.append(estimator.evaluate_state(context.state, times(1), name="live"))
 
-        def after_run(self, context, values):
-            self.results = estimator.evaluate_state(context.state, times(1), name="live")
-
-    estimator, hook = make(tmp_path), Evaluate()
-    estimator.train(endless, steps=4, hooks=[hook])
+    estimator, results = make(tmp_path), []
+    estimator.train(endless, steps=4, hooks=[When(2, 4, after_run=evaluate)])
     metrics = est.read_eval_metrics(estimator.eval_dir("live"))
-    assert list(metrics) == [2, 4] and metrics[4]["loss"] == hook.results["loss"]
+    assert list(metrics) == [2, 4] and metrics[4]["loss"] == results[1]["loss"]
     assert "checkpoint_path/text_summary" not in shown(estimator.eval_dir("live"))
 
 

@@ -11,6 +11,7 @@ from tensorboardX.record_writer import masked_crc32c
 import estimator as est
 from estimator.summary._event_writer import EventWriter
 from testing.estimators import Linear, X, Y
+from testing.hooks import When, raising
 
 
 def write(directory, rows, first=1, last=math.inf):
@@ -74,15 +75,9 @@ class Losses(est.Hook):
         self.of[context.global_step] = values.loss
 
 
-class Fails(est.Hook):
-    def __init__(self, step, how=None):
-        self.step, self.how = step, how
-
-    def next_step(self, step):
-        return self.step if step < self.step else None
-
-    def after_run(self, context, values):
-        raise RuntimeError("it fails here")
+class Fails(When):
+    def __init__(self, step):
+        super().__init__(step, after_run=raising(RuntimeError("it fails here")))
 
 
 def changing():
