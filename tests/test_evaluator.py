@@ -321,13 +321,14 @@ def test_the_best_variables_are_not_restored_where_another_process_evaluates(tmp
         train(estimator, hooks=[hook])
 
 
-def test_the_newest_checkpoint_is_yielded_once(tmp_path):
-    estimator, steps = make(tmp_path, save_checkpoints_steps=1).train(times(3)), []
-    for path in est.checkpoints_iterator(tmp_path, timeout=0.1):
-        steps.append(Checkpoint(path).step)
-        if len(steps) < 3:
+def test_the_newest_checkpoint_is_yielded_once_and_min_interval_secs_lie_between_two(tmp_path):
+    estimator, seen = make(tmp_path, save_checkpoints_steps=1).train(times(3)), []
+    for path in est.checkpoints_iterator(tmp_path, min_interval_secs=0.3, timeout=0.1):
+        seen.append((Checkpoint(path).step, time.monotonic()))
+        if len(seen) < 3:
             estimator.train(times(3))
-    assert steps == [3, 6, 9]
+    steps, moments = zip(*seen, strict=True)
+    assert steps == (3, 6, 9) and np.diff(moments).min() >= 0.3
 
 
 @pytest.mark.quick
@@ -350,15 +351,6 @@ def test_the_iterator_ends_when_timeout_fn_says_so(tmp_path, messages):
     assert list(est.checkpoints_iterator(tmp_path / "empty", timeout=0.1, timeout_fn=lambda: next(answers))) == []
     assert time.monotonic() - started >= 0.3 and next(answers, None) is None
     assert f"No new checkpoint in {tmp_path / 'empty'} within 0.1 s." in messages()
-
-
-def test_min_interval_secs_is_kept_between_checkpoints(tmp_path):
-    estimator, times_seen = make(tmp_path).train(times(1)), []
-    for _ in est.checkpoints_iterator(tmp_path, min_interval_secs=0.3, timeout=0.1):
-        times_seen.append(time.monotonic())
-        if len(times_seen) < 3:
-            estimator.train(times(1))
-    assert len(times_seen) == 3 and np.diff(times_seen).min() >= 0.3
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def once(calls, wanted):
 # The moments, and their order.
 
 
-@pytest.mark.covers("1.3 callback order", "4 SessionRunHook")
+@pytest.mark.covers("1.3 callback order", "1.3 input ends early", "4 SessionRunHook")
 def test_the_moments_of_training_come_in_tensorflows_order(tmp_path, calls):
     estimator = make(tmp_path, WithHooks(calls), save_checkpoints_steps=2)
     user = Noted("user", calls)

@@ -45,11 +45,6 @@ def test_training_equals_the_loop_written_by_hand(tmp_path):
     np.testing.assert_allclose(estimator.get_variable_value("w"), w, rtol=1e-5)
 
 
-@pytest.mark.covers("1.3 input ends early")
-def test_input_that_ends_ends_training_with_a_checkpoint(tmp_path):
-    assert saved_steps(make(tmp_path).train(times(3), steps=10)) == [0, 3]
-
-
 def test_no_more_batches_are_taken_than_steps(tmp_path):
     taken = []
 
@@ -88,12 +83,6 @@ def test_empty_input_warns_and_makes_no_step(tmp_path, messages):
 def test_bad_numbers_of_steps_are_errors(tmp_path, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make(tmp_path).train(refuse, **given)
-
-
-def test_keep_checkpoint_max_leaves_the_newest(tmp_path):
-    estimator = make(tmp_path, save_checkpoints_steps=2, keep_checkpoint_max=2)
-    estimator.train(endless, steps=7)
-    assert saved_steps(estimator) == [6, 7]
 
 
 def test_saving_by_seconds(tmp_path):
