@@ -90,6 +90,7 @@ def test_saving_by_seconds(tmp_path):
     assert saved_steps(estimator.train(endless, steps=3)) == [0, 1, 2, 3]
 
 
+@pytest.mark.quick
 @pytest.mark.covers("1.3 never")
 def test_without_checkpoints_nothing_is_written_and_steps_do_not_accumulate(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=None)
