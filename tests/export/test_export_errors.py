@@ -188,7 +188,10 @@ def test_a_path_that_is_no_export_is_refused(tmp_path, model, model_dir):
     folder = shutil.copytree(model.path, tmp_path / "copy")
     (folder / "serving_default.jaxexport").write_bytes(b"nothing")
     ExportFolder(folder).seal()
-    with pytest.raises(ValueError, match=r"jax [\d.]+ cannot read .*serving_default.jaxexport, which jax .* wrote"):
+    message = (
+        r"jax [\d.]+ cannot read .*serving_default.jaxexport, which jax .* wrote.* once more: `python -m estimator.re"
+    )
+    with pytest.raises(ValueError, match=message):
         est.load_exported(folder)
     (folder / "metadata.json").write_text(json.dumps({"format": "estimator export 0"}))
     ExportFolder(folder).seal()
@@ -224,7 +227,7 @@ def whole(model_dir, tmp_path_factory):
 @pytest.mark.quick
 @pytest.mark.covers("9 a damaged export")
 @pytest.mark.parametrize("file", FILES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.sampled_from([truncated, with_a_bit_flipped]), st.floats(0, 1, exclude_max=True))
 @example(None, 0.0)
 @example(truncated, 0.0)

@@ -26,6 +26,11 @@ def whole(tmp_path_factory):
     return est.Estimator(model_fn, trained.model_dir).export_model(tmp_path_factory.mktemp("base"), X)
 
 
+@pytest.fixture(scope="module")
+def want(whole):
+    return est.load_exported(whole)(X)["output"]
+
+
 def copy_with(whole, tmp_path, change):
     """A copy whose metadata are what `change` makes of them, with the checksums of that."""
     folder = shutil.copytree(whole, tmp_path / "copy", dirs_exist_ok=True)
@@ -92,9 +97,9 @@ def as_of_version_0_1(folder):
     return folder
 
 
-def test_an_export_of_an_earlier_version_loads_and_its_damage_is_named(whole, tmp_path):
+def test_an_export_of_an_earlier_version_loads_and_its_damage_is_named(whole, want, tmp_path):
     folder = as_of_version_0_1(shutil.copytree(whole, tmp_path / "copy"))
-    np.testing.assert_array_equal(est.load_exported(folder)(X)["output"], est.load_exported(whole)(X)["output"])
+    np.testing.assert_array_equal(est.load_exported(folder)(X)["output"], want)
     assert est.load_variable(folder, "w").shape == (2, 1)
     (folder / "weights.npz").write_bytes((folder / "weights.npz").read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match="is damaged: weights.npz does not have the checksum that"):
@@ -124,8 +129,9 @@ def test_a_file_that_cannot_be_is_damage(whole, tmp_path, name):
 @pytest.mark.quick
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.data())
-def test_any_metadata_are_an_error_that_names_the_folder_or_give_the_same_predictions(whole, tmp_path_factory, data):
-    want = est.load_exported(whole)(X)["output"]
+def test_any_metadata_are_an_error_that_names_the_folder_or_give_the_same_predictions(
+    whole, want, tmp_path_factory, data
+):
     folder = shutil.copytree(whole, tmp_path_factory.mktemp("hostile") / "copy")
     metadata = folder / "metadata.json"
     metadata.write_bytes(data.draw(changed(metadata.read_bytes())))
