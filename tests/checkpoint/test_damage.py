@@ -100,70 +100,87 @@ def damage(request):
 
 
 @pytest.fixture(scope="module")
-def copy_trained(tmp_path_factory):
-    """Copies a model_dir with a checkpoint every two steps; each is trained once."""
-    trained = {}
+def trained(tmp_path_factory):
+    """A model_dir with a checkpoint every two steps, up to 10."""
+    return make(tmp_path_factory.mktemp("trained"), save_checkpoints_steps=2, keep_checkpoint_max=None).train(
+        endless, max_steps=10
+    )
 
-    def copy(folder, steps):
-        if steps not in trained:
-            trained[steps] = tmp_path_factory.mktemp("trained")
-            make(trained[steps], save_checkpoints_steps=2).train(endless, max_steps=steps)
-        shutil.copytree(trained[steps], folder, dirs_exist_ok=True)
+
+@pytest.fixture
+def copy_trained(trained, tmp_path):
+    """Copies what that training had after some steps."""
+
+    def copy(steps):
+        for step in range(0, steps + 1, 2):
+            shutil.copytree(f"{trained.model_dir}/ckpt-{step}", tmp_path / f"ckpt-{step}")
 
     return copy
 
 
-@pytest.mark.slow
-def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, copy_trained, errors):
+def test_a_damaged_checkpoint_is_named_and_replaced(tmp_path, damage, copy_trained, errors):
     harm, reason = damage
-    copy_trained(tmp_path / "damaged", 6)
-    copy_trained(tmp_path / "whole", 10)
-    path = tmp_path / "damaged" / "ckpt-6"
+    copy_trained(4)
+    path = tmp_path / "ckpt-4"
     harm(path)
-    resumed = make(tmp_path / "damaged", save_checkpoints_steps=2)
-    resumed.train(endless, max_steps=10)
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.latest(Checkpoint.verify) == str(tmp_path / "ckpt-2")
     (error,) = errors()
     assert re.match(f"The checkpoint {path} is damaged: {reason}", error)
-    assert same_bits(resumed, make(tmp_path / "whole"))
-    assert {each.damage for each in est.checkpoints(tmp_path / "damaged")} == {None}
+    assert checkpoints.save(state_of(4)) == checkpoints.latest(Checkpoint.verify) == str(path)
+    assert {each.damage for each in est.checkpoints(tmp_path)} == {None}
+
+
+def state_of(step):
+    return est.State({"w": jnp.ones(2)}, {}, jnp.int32(step), jax.random.key(0))
 
 
 @pytest.mark.quick
 @pytest.mark.slow
 @few_damages
-def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, damage, copy_trained, errors):
+def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, trained, copy_trained, errors):
+    """Whatever is damaged of older ones."""
+    harm, reason = damage
+    copy_trained(6)
+    for step in (2, 6):
+        harm(tmp_path / f"ckpt-{step}")
+    resumed = make(tmp_path, save_checkpoints_steps=2, keep_checkpoint_max=3).train(endless, max_steps=10)
+    (error,) = errors()
+    assert re.match(f"The checkpoint {tmp_path / 'ckpt-6'} is damaged: {reason}", error)
+    assert same_bits(resumed, trained)
+    assert saved_at(tmp_path) in ([6, 8, 10], [2, 6, 8, 10])
+
+
+@pytest.mark.quick
+@pytest.mark.slow
+@few_damages
+def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, damage, trained, copy_trained, errors):
+    """Also once the damaged one has been mended, and was damaged again."""
     harm, _ = damage
-    copy_trained(tmp_path, 4)
-    harm(tmp_path / "ckpt-4")
+    copy_trained(4)
+    path = tmp_path / "ckpt-4"
+    harm(path)
     assert make(tmp_path).evaluate(times(1))["global_step"] == 2
     rows = [row["y"] for row in make(tmp_path).predict(lambda: [scenario.X[:, :2]])]
     (expected,) = make(tmp_path).get_variable_value(["w"]).values()
     np.testing.assert_allclose(rows, (scenario.X[:, :2] @ expected)[:, 0], rtol=1e-6)
     assert step_of(make(tmp_path)) == 2 and len(errors()) == 1
     with pytest.raises(DamagedError, match="ckpt-4 is damaged: .*--verify` says which are sound"):
-        make(tmp_path).evaluate(times(1), checkpoint_path=str(tmp_path / "ckpt-4"))
+        make(tmp_path).evaluate(times(1), checkpoint_path=str(path))
+    shutil.rmtree(path)
+    shutil.copytree(f"{trained.model_dir}/ckpt-4", path)
+    assert make(tmp_path).evaluate(times(1))["global_step"] == 4
+    harm(path)
+    assert make(tmp_path).evaluate(times(1))["global_step"] == 2
 
 
-def test_an_evaluation_with_the_state_in_memory_needs_no_sound_files_but_training_does(tmp_path):
+def test_an_evaluation_with_the_state_in_memory_needs_no_sound_files_but_training_does(tmp_path, trained):
     estimator = make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
     before = estimator.evaluate(times(1))
     cut(largest(tmp_path / "ckpt-4"))
     assert estimator.evaluate(times(1)) == before
     assert make(tmp_path).evaluate(times(1))["global_step"] == 2
-    assert same_bits(estimator.train(endless, max_steps=5), make(tmp_path / "whole").train(endless, max_steps=5))
-
-
-@pytest.mark.slow
-@few_damages
-def test_an_older_damaged_checkpoint_ends_no_training(tmp_path, damage, copy_trained):
-    harm, _ = damage
-    config = {"save_checkpoints_steps": 2, "keep_checkpoint_max": 3}
-    copy_trained(tmp_path / "damaged", 6)
-    copy_trained(tmp_path / "whole", 12)
-    harm(tmp_path / "damaged" / "ckpt-4")
-    resumed = make(tmp_path / "damaged", **config).train(endless, max_steps=12)
-    assert same_bits(resumed, make(tmp_path / "whole"))
-    assert {each.step for each in est.checkpoints(tmp_path / "damaged")} in ({8, 10, 12}, {4, 8, 10, 12})
+    assert same_bits(estimator.train(endless, max_steps=10), trained)
 
 
 @pytest.mark.quick
@@ -171,7 +188,7 @@ def test_an_older_damaged_checkpoint_ends_no_training(tmp_path, damage, copy_tra
 @few_damages
 def test_training_never_begins_anew_beside_damaged_checkpoints(tmp_path, damage, copy_trained):
     harm, reason = damage
-    copy_trained(tmp_path, 2)
+    copy_trained(2)
     for step in (0, 2):
         harm(tmp_path / f"ckpt-{step}")
     for call in (
@@ -201,16 +218,16 @@ def test_the_input_resumes_at_the_position_of_the_sound_checkpoint(tmp_path):
     assert batches.set == [3] and estimator.get_variable_value("total") == sum(range(8))
 
 
-def test_a_damaged_checkpoint_is_listed_and_named_by_the_command(tmp_path, capsys):
-    estimator = make(tmp_path, save_checkpoints_steps=1).train(endless, max_steps=3)
-    cut(tmp_path / "ckpt-3" / METADATA)
-    flip(largest(tmp_path / "ckpt-2"))
+def test_a_damaged_checkpoint_is_listed_and_named_by_the_command(tmp_path, copy_trained, capsys):
+    copy_trained(6)
+    cut(tmp_path / "ckpt-6" / METADATA)
+    flip(largest(tmp_path / "ckpt-4"))
     flip(tmp_path / "ckpt-0" / METADATA, 40)
     infos = est.checkpoints(tmp_path)
-    assert [each.step for each in infos] == [0, 1, 2, 3] and [each.damage for each in infos[1:3]] == [None] * 2
+    assert [each.step for each in infos] == [0, 2, 4, 6] and [each.damage for each in infos[1:3]] == [None] * 2
     assert infos[3].damage.startswith(f"{METADATA} has ") and infos[3].time == 0.0
     assert infos[0].damage.startswith(f"{METADATA} does not have the checksum") and infos[0].time == 0.0
-    assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-2")
+    assert make(tmp_path).latest_checkpoint() == str(tmp_path / "ckpt-4")
     inspect.main([str(tmp_path)])
     assert "damaged: _CHECKPOINT_METADATA has" in capsys.readouterr().out.splitlines()[-1]
     with pytest.raises(SystemExit) as error:
@@ -218,21 +235,20 @@ def test_a_damaged_checkpoint_is_listed_and_named_by_the_command(tmp_path, capsy
     lines = capsys.readouterr().out.splitlines()
     assert error.value.code == 1
     assert [line.partition(": ")[2].split()[0] for line in lines] == ["damaged:", "sound", "damaged:", "damaged:"]
-    inspect.main([str(tmp_path / "ckpt-1"), "--verify"])
-    assert capsys.readouterr().out == f"{tmp_path}/ckpt-1: sound\n"
+    inspect.main([str(tmp_path / "ckpt-2"), "--verify"])
+    assert capsys.readouterr().out == f"{tmp_path}/ckpt-2: sound\n"
 
 
-def test_damaged_checkpoints_do_not_count_as_those_to_keep(tmp_path):
-    make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=3).train(endless, max_steps=4)
-    for step in (3, 4):
-        cut(tmp_path / f"ckpt-{step}" / "_CHECKPOINT_METADATA")
-    checkpoints = Checkpoints(tmp_path, 2)
-    checkpoints.save(est.State({"w": jnp.ones(2)}, {}, jnp.int32(9), jax.random.key(0)))
-    assert saved_at(tmp_path) == [2, 3, 4, 9] and [each.step for each in list_sound(str(tmp_path))] == [2, 9]
+def test_damaged_checkpoints_do_not_count_as_those_to_keep(tmp_path, copy_trained):
+    copy_trained(6)
+    for step in (4, 6):
+        cut(tmp_path / f"ckpt-{step}" / METADATA)
+    Checkpoints(tmp_path, 2).save(state_of(9))
+    assert saved_at(tmp_path) == [2, 4, 6, 9] and [each.step for each in list_sound(str(tmp_path))] == [2, 9]
 
 
-def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path, messages):
-    make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
+def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path, copy_trained, messages):
+    copy_trained(4)
     path = tmp_path / "ckpt-4"
     flip(largest(path))
     make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
@@ -240,29 +256,14 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path,
     assert est.checkpoints(tmp_path)[-1].damage is None and step_of(make(tmp_path)) == 4
 
 
-@pytest.mark.quick
-@pytest.mark.slow
-@few_damages
-def test_a_checkpoint_that_was_mended_is_sound_again_and_damaged_again(tmp_path, damage, copy_trained):
-    harm, _ = damage
-    copy_trained(tmp_path, 4)
-    path = tmp_path / "ckpt-4"
-    shutil.copytree(path, tmp_path / "whole")
-    for _ in range(2):
-        harm(path)
-        assert make(tmp_path).evaluate(times(1))["global_step"] == 2
-        shutil.rmtree(path)
-        shutil.copytree(tmp_path / "whole", path)
-        assert make(tmp_path).evaluate(times(1))["global_step"] == 4
-
-
 def as_of_version_0_1(path):
     os.remove(path / MANIFEST)
     os.remove(path / MARK)
 
 
-def test_a_checkpoint_without_a_manifest_of_an_earlier_version_still_loads(tmp_path, capsys, errors):
-    before = values(make(tmp_path).train(endless, max_steps=4))
+def test_a_checkpoint_without_a_manifest_of_an_earlier_version_still_loads(tmp_path, copy_trained, capsys, errors):
+    copy_trained(4)
+    before = values(make(tmp_path))
     as_of_version_0_1(tmp_path / "ckpt-4")
     assert values(make(tmp_path)).keys() == before.keys() and step_of(make(tmp_path)) == 4
     assert step_of(make(tmp_path).train(endless, max_steps=5)) == 5
@@ -271,14 +272,14 @@ def test_a_checkpoint_without_a_manifest_of_an_earlier_version_still_loads(tmp_p
     assert errors() == []
 
 
-@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "arrays/_METADATA"])
-def test_an_empty_file_in_a_checkpoint_of_an_earlier_version_is_named(tmp_path, name):
-    make(tmp_path).train(endless, max_steps=4)
-    for step in (0, 4):
+@pytest.mark.parametrize("name", [METADATA, "arrays/_METADATA"])
+def test_an_empty_file_in_a_checkpoint_of_an_earlier_version_is_named(tmp_path, copy_trained, name):
+    copy_trained(4)
+    for step in (0, 2, 4):
         as_of_version_0_1(tmp_path / f"ckpt-{step}")
     (tmp_path / "ckpt-4" / name).write_bytes(b"")
     assert est.checkpoints(tmp_path)[-1].damage.startswith(f"{name} is not what was written")
-    assert make(tmp_path).evaluate(times(1))["global_step"] == 0
+    assert make(tmp_path).evaluate(times(1))["global_step"] == 2
 
 
 def test_all_is_on_the_disk_before_the_checkpoint_has_its_name_and_before_others_go(tmp_path, monkeypatch):
@@ -314,12 +315,12 @@ def test_the_end_of_the_input_is_in_the_manifest(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_listed_and_verified_while_files_are_added_to_it(tmp_path):
+def test_a_checkpoint_is_listed_and_verified_while_files_are_added_to_it(tmp_path, copy_trained):
     path = str(tmp_path / "ckpt-2")
-    make(tmp_path).train(endless, max_steps=2)
+    copy_trained(2)
 
     def add():
-        for index in range(100):
+        for index in range(40):
             SealedFolder(path).add_empty_file(f"MARK_{index % 3}")
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -330,8 +331,8 @@ def test_a_checkpoint_is_listed_and_verified_while_files_are_added_to_it(tmp_pat
         added.result()
 
 
-def test_a_file_is_hashed_once_while_it_does_not_change(tmp_path, monkeypatch):
-    make(tmp_path).train(endless, max_steps=2)
+def test_a_file_is_hashed_once_while_it_does_not_change(tmp_path, copy_trained, monkeypatch):
+    copy_trained(2)
     hashed, open_regular = [], _sealed_folder.open_regular
     monkeypatch.setattr(_sealed_folder, "open_regular", lambda path: hashed.append(path) or open_regular(path))
     estimator = make(tmp_path)

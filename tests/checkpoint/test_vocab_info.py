@@ -7,6 +7,7 @@ import pytest
 from testing import refused
 
 import estimator as est
+from estimator.checkpoint._warm_start import warm_start
 
 OLD = ["the", "cat", "sat", "on"]
 NEW = ["on", "mat", "the", "a", "cat"]
@@ -33,9 +34,9 @@ def info(files, *args, **options):
 
 def start(files, infos, pattern="words", renames=None, **params):
     settings = est.WarmStartSettings(str(files / "old.npz"), pattern, renames, infos)
-    estimator = est.Estimator(model_fn, files / "model", est.RunConfig(), params, settings)
-    estimator.train(lambda: np.ones(2, np.float32))
-    return {name: np.asarray(estimator.get_variable_value(name)) for name in estimator.get_variable_names()}
+    state = est.transform(model_fn, params).init(jax.random.key(0), np.ones(2, np.float32))
+    state, _ = warm_start(settings, state, list(state.variables), est.ModeKeys.TRAIN)
+    return jax.tree.map(np.asarray, state.variables)
 
 
 def test_rows_are_moved_by_their_strings_and_others_are_zero_as_in_tensorflow(files):
@@ -78,8 +79,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.quick
 @pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))
 def test_vocabularies_that_do_not_fit_are_errors(files, call, error, message):
     with pytest.raises(error, match=message):
