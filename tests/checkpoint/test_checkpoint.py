@@ -57,7 +57,7 @@ def test_a_relative_directory_stays_relative(tmp_path, monkeypatch):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("spec", "num_devices"),
-    [(PartitionSpec(), 1), (PartitionSpec("d"), 2), (PartitionSpec(), 4), (PartitionSpec("d"), 4)],
+    [(PartitionSpec(), 4), (PartitionSpec("d"), 2)],
 )
 def test_any_number_of_devices_reads_what_eight_wrote(tmp_path, spec, num_devices):
     state = make_state(2)
@@ -178,9 +178,11 @@ def test_what_is_not_a_checkpoint_is_an_error(tmp_path, call):
 @pytest.mark.slow
 @pytest.mark.quick
 @pytest.mark.covers("3 model_dir", "7 checkpoint GC")
-@pytest.mark.parametrize(("keep_max", "kept"), [(2, [3, 11]), (None, [1, 2, 3, 11]), (0, [1, 2, 3, 11])])
-def test_the_newest_are_kept(tmp_path, keep_max, kept):
-    checkpoints = Checkpoints(tmp_path, keep_max)
+@pytest.mark.parametrize(
+    ("keep_max", "every", "kept"), [(2, None, [3, 11]), (None, 5, [1, 2, 3, 11]), (0, None, [1, 2, 3, 11])]
+)
+def test_the_newest_are_kept(tmp_path, keep_max, every, kept):
+    checkpoints = Checkpoints(tmp_path, keep_max, every)
     for step in [1, 2, 3, 11]:
         checkpoints.save(make_state(step))
     assert steps_in(tmp_path) == kept
@@ -203,19 +205,11 @@ def steps_in(directory):
 
 @pytest.mark.slow
 @pytest.mark.covers("3 model_dir", "7 checkpoint GC")
-@pytest.mark.parametrize(("every", "kept"), [(2, [0, 2, 4, 6, 7]), (2.5, [0, 3, 6, 7]), (100, [0, 6, 7])])
+@pytest.mark.parametrize(("every", "kept"), [(2, [0, 2, 4, 6, 7]), (2.5, [0, 3, 6, 7])])
 def test_one_every_n_hours_is_kept_also_by_another_process(tmp_path, every, kept):
-    save_at(Checkpoints(tmp_path / "a", 2, every), range(8))
     for step in range(8):
-        save_at(Checkpoints(tmp_path / "b", 2, every), [step])
-    for name in ("a", "b"):
-        assert steps_in(tmp_path / name) == kept
-
-
-def test_keep_max_none_keeps_all_whatever_the_hours(tmp_path):
-    checkpoints = Checkpoints(tmp_path, None, 5)
-    save_at(checkpoints, range(4))
-    assert steps_in(tmp_path) == [0, 1, 2, 3]
+        save_at(Checkpoints(tmp_path, 2, every), [step])
+    assert steps_in(tmp_path) == kept
 
 
 @pytest.mark.covers("7 checkpoint GC")
@@ -271,14 +265,6 @@ def test_what_was_just_saved_is_never_removed(tmp_path):
     path = checkpoints.save(make_state(1))
     assert steps_in(tmp_path) == [1]
     assert_same(Checkpoint(path).restore(abstract(make_state())), make_state(1))
-
-
-def test_a_step_that_has_a_checkpoint_is_left_alone(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    path = checkpoints.save(make_state(1))
-    before = os.stat(path).st_mtime_ns
-    assert checkpoints.save(make_state(1)) == path
-    assert os.stat(path).st_mtime_ns == before
 
 
 def test_a_reader_sees_what_another_object_writes(tmp_path):
@@ -349,7 +335,7 @@ def newest_step(checkpoints):
 def test_after_a_kill_in_the_middle_of_saving_the_latest_is_whole(tmp_path):
     directory, cluster = tmp_path / "model", shared_cluster()
     like, reader, step = abstract(make_state()), Checkpoints(directory), 0
-    for turn in range(4):
+    for turn in range(3):
         cluster.start("testing.scenarios.lives.save_endlessly", directory, step, processes=1)
         cluster.wait_until(lambda last=step: newest_step(reader) >= last + 3, "it has not saved three times")
         time.sleep(0.007 * turn)  # Another moment of a save that takes some 30 ms.

@@ -118,7 +118,9 @@ def copy_trained(trained, tmp_path):
     return copy
 
 
-def test_a_damaged_checkpoint_is_named_and_replaced(tmp_path, damage, copy_trained, errors):
+@pytest.mark.quick
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_replaced(tmp_path, damage, copy_trained, errors, messages):
     harm, reason = damage
     copy_trained(4)
     path = tmp_path / "ckpt-4"
@@ -128,6 +130,7 @@ def test_a_damaged_checkpoint_is_named_and_replaced(tmp_path, damage, copy_train
     (error,) = errors()
     assert re.match(f"The checkpoint {path} is damaged: {reason}", error)
     assert checkpoints.save(state_of(4)) == checkpoints.latest(Checkpoint.verify) == str(path)
+    assert any(line.startswith(f"The checkpoint {path}, which is damaged, is replaced: ") for line in messages())
     assert {each.damage for each in est.checkpoints(tmp_path)} == {None}
 
 
@@ -245,15 +248,6 @@ def test_damaged_checkpoints_do_not_count_as_those_to_keep(tmp_path, copy_traine
         cut(tmp_path / f"ckpt-{step}" / METADATA)
     Checkpoints(tmp_path, 2).save(state_of(9))
     assert saved_at(tmp_path) == [2, 4, 6, 9] and [each.step for each in list_sound(str(tmp_path))] == [2, 9]
-
-
-def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path, copy_trained, messages):
-    copy_trained(4)
-    path = tmp_path / "ckpt-4"
-    flip(largest(path))
-    make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
-    assert [line for line in messages() if line.startswith(f"The checkpoint {path}, which is damaged, is replaced: ")]
-    assert est.checkpoints(tmp_path)[-1].damage is None and step_of(make(tmp_path)) == 4
 
 
 def as_of_version_0_1(path):

@@ -199,7 +199,7 @@ def test_a_training_that_removes_checkpoints_does_not_disturb_readers(tmp_path):
     start("endless_training", tmp_path, 1)
     estimator = make(tmp_path)
     steps, rounds = set(), 0
-    while len(steps) < 6 or rounds < 6:
+    while len(steps) < 4 or rounds < 4:
         rounds += 1
         assert shared_cluster().is_alive()
         steps.add(estimator.evaluate(times(1))["global_step"])
@@ -217,10 +217,10 @@ def test_evaluations_at_once_do_not_disturb_each_other(tmp_path):
 
     def evaluate(_):
         estimator = make(tmp_path)
-        return [estimator.evaluate(times(1))["global_step"] for _ in range(4)]
+        return [estimator.evaluate(times(1))["global_step"] for _ in range(2)]
 
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        assert [*threads.map(evaluate, range(3))] == [[3] * 4] * 3
+        assert [*threads.map(evaluate, range(3))] == [[3] * 2] * 3
     assert list(est.read_eval_metrics(tmp_path / "eval")) == [3]
     assert not [name for name in os.listdir(tmp_path / "eval") if name.endswith(".new")]
 
@@ -282,12 +282,11 @@ def test_a_model_dir_with_dots_in_its_path_is_trained_evaluated_and_exported_in(
 
 @pytest.mark.slow
 def test_a_model_dir_may_have_any_characters(tmp_path):
-    names = ["lr=[0.1]", "x*", "a?", "back\\slash"]
-    for name in names:
-        for _ in range(2):
-            estimator = make(tmp_path / name, keep_checkpoint_max=2).train(times(2))
-        assert saved_steps(estimator) == [2, 4] and est.load_variable(estimator.model_dir, "global_step") == 4
-    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    name = "lr=[0.1],x*,a?,back\\slash"
+    for _ in range(2):
+        estimator = make(tmp_path / name, keep_checkpoint_max=2).train(times(2))
+    assert saved_steps(estimator) == [2, 4] and est.load_variable(estimator.model_dir, "global_step") == 4
+    assert os.listdir(tmp_path) == [name]
     with pytest.raises(ValueError, match=r"must not contain '\*', '\?' or '\[' in the URL of a store.*Choose another"):
         make("memory://runs/[1]")
 

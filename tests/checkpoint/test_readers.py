@@ -181,7 +181,7 @@ def test_a_damaged_tensorflow_checkpoint_is_an_error(copied):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.data())
 def test_any_index_of_a_tensorflow_checkpoint_is_read_or_an_error_that_names_it(data):
     table = _sstable.read_table(f"{TENSORFLOW / NAME}.index")

@@ -65,16 +65,6 @@ def test_an_evaluation_has_the_state_of_its_checkpoint_whatever_another_thread_e
     assert times_called == [first]
 
 
-def test_training_does_not_change_what_a_prediction_of_the_same_estimator_reads(tmp_path):
-    estimator = make(tmp_path, Linear()).train(endless, steps=2)
-    expected = [row["y"] for row in estimator.predict(lambda: X)]
-    predictions = estimator.predict(lambda: [X] * 2)
-    first = [next(predictions)["y"] for _ in range(len(X))]
-    estimator.train(endless, steps=3)
-    assert first == [row["y"] for row in predictions] == expected
-    assert len(jax.devices()) > 1 and not np.allclose([row["y"] for row in estimator.predict(lambda: X)], expected)
-
-
 def test_a_checkpoint_of_another_kind_of_random_keys_is_evaluated_and_training_names_the_setting(tmp_path):
     with jax.default_prng_impl("rbg"):
         trained = make(tmp_path).train(endless, steps=2)

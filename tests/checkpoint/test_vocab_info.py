@@ -1,5 +1,7 @@
 """Warm start of variables whose rows follow the strings of a vocabulary."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +16,14 @@ NEW = ["on", "mat", "the", "a", "cat"]
 TABLE = np.arange(10, dtype=np.float32).reshape(5, 2) + 1  # 4 strings and a bucket
 
 
-def model_fn(features, labels, mode, params):
-    est.get_variable("words", params.get("shape", (6, 2)))
-    est.get_variable("logits/kernel", params.get("columns", (2, 5)))
-    return est.EstimatorSpec(mode, features, jnp.sum(features), est.group())
+@functools.cache
+def initial(shape):
+    def model_fn(features, labels, mode):
+        est.get_variable("words", shape)
+        est.get_variable("logits/kernel", (2, 5))
+        return est.EstimatorSpec(mode, features, jnp.sum(features), est.group())
+
+    return est.transform(model_fn).init(jax.random.key(0), np.ones(2, np.float32))
 
 
 @pytest.fixture
@@ -32,10 +38,9 @@ def info(files, *args, **options):
     return est.VocabInfo(str(files / "new.txt"), *(args or (5, 1)), str(files / "old.txt"), **options)
 
 
-def start(files, infos, pattern="words", renames=None, **params):
+def start(files, infos, pattern="words", renames=None, shape=(6, 2)):
     settings = est.WarmStartSettings(str(files / "old.npz"), pattern, renames, infos)
-    state = est.transform(model_fn, params).init(jax.random.key(0), np.ones(2, np.float32))
-    state, _ = warm_start(settings, state, list(state.variables), est.ModeKeys.TRAIN)
+    state, _ = warm_start(settings, initial(shape), ["words", "logits/kernel"], est.ModeKeys.TRAIN)
     return jax.tree.map(np.asarray, state.variables)
 
 

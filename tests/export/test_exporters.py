@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -290,11 +291,12 @@ def test_the_models_of_a_training_are_exported(tmp_path):
     )
 
 
-def test_the_newest_of_many_exports_in_a_second_is_kept(tmp_path):
+def test_the_newest_of_many_exports_in_a_second_is_kept(tmp_path, monkeypatch):
     estimator = make(tmp_path).train(times(1))
+    monkeypatch.setattr(time, "time", lambda: 1e9)
     exporter = latest(exports_to_keep=2)
     folder = str(tmp_path / "export")
-    paths = [exporter.export(estimator, folder, None, {"loss": i}, False) for i in range(3)]
+    paths = [exporter.export(estimator, folder, None, {"loss": i}, False) for i in range(4)]
     assert paths == sorted(paths)
     assert sorted(os.listdir(folder)) == [*map(os.path.basename, paths[-2:]), "exported.json"]
 
