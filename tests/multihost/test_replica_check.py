@@ -19,14 +19,13 @@ from estimator.multihost._replica_check import check_replicas
 DTYPES = "float32 bfloat16 float16 float8_e4m3fn complex64 int32 int16 uint8 int4 bool".split()
 
 
-@pytest.mark.quick
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_bit_of_one_copy_is_detected_in_every_dtype(dtype):
-    values = jax.device_put(np.ones((2, 3), jnp.dtype(dtype)), everywhere())
-    check_replicas(1, variable={"w": values})
-    with pytest.raises(est.ReplicaMismatchError, match="variable 'w' on device cpu:3 differs from that on cpu:0"):
-        check_replicas(1, variable={"w": with_copy(values, 3, one_bit())})
+def test_one_bit_of_one_copy_is_detected_in_every_dtype():
+    values = {dtype: jax.device_put(np.ones((2, 3), jnp.dtype(dtype)), everywhere()) for dtype in DTYPES}
+    check_replicas(1, variable=values)
+    for dtype in DTYPES:
+        changed = values | {dtype: with_copy(values[dtype], 3, one_bit())}
+        with pytest.raises(est.ReplicaMismatchError, match=f"variable '{dtype}' on device cpu:3 differs .* on cpu:0"):
+            check_replicas(1, variable=changed)
 
 
 def test_one_bit_of_one_copy_is_detected_wherever_it_is():
@@ -104,24 +103,23 @@ def batches(n):
 @pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("which", "changed", "steps_per_loop", "step"),
-    [(a_variable, 7, 1, 8), (a_slot, 8, 1, 8), (a_variable, 7, 3, 8)],  # a step may round the bit of a slot away
+    ("which", "changed", "steps_per_loop"),
+    [(a_variable, 7, 3), (a_slot, 8, 1)],  # a step may round the bit of a slot away
 )
 def test_a_copy_changed_in_training_is_detected_at_the_next_check(
-    tmp_path, monkeypatch, which, changed, steps_per_loop, step
+    tmp_path, monkeypatch, which, changed, steps_per_loop
 ):
     estimator = make(
         tmp_path,
         replicate(mlp_model_fn(optax.adam(0.01)), 2),
-        save_checkpoints_steps=step,  # so that a checkpoint is due when the mismatch comes up
+        save_checkpoints_steps=8,  # so that a checkpoint is due when the mismatch comes up
         check_replicas_every=4,
         steps_per_loop=steps_per_loop,
     )
     corrupt(monkeypatch, changed, which)
     name = {a_variable: "variable 'v'", a_slot: "slot 'optimizer/0/mu/hidden/w'"}[which]
-    with pytest.raises(
-        est.ReplicaMismatchError, match=f"copy of the {name} on device cpu:1 differs .* cpu:0, at step {step}"
-    ):
+    message = f"copy of the {name} on device cpu:1 differs .* cpu:0, at step 8"
+    with pytest.raises(est.ReplicaMismatchError, match=message):
         estimator.train(batches(20))
     assert saved_steps(estimator) == [0]
 
@@ -140,9 +138,8 @@ def checks(monkeypatch, estimator, *lengths):
 @pytest.mark.parametrize(
     ("config", "lengths", "expected"),
     [
-        ({}, (9,), []),
-        ({"check_replicas_every": 4}, (11,), [4, 8]),
         ({"check_replicas_every": 4}, (3, 3, 3), [4, 8]),
+        ({}, (9,), []),
         ({"check_replicas_every": 4, "save_checkpoints_steps": 3}, (9,), [4, 8]),
         ({"check_replicas_every": 4, "steps_per_loop": 3}, (13,), [4, 8, 12]),
         ({"check_replicas_every": 1, "log_step_count_steps": 2}, (3,), [1, 2, 3]),

@@ -62,9 +62,9 @@ def net(features):
     return jnp.tanh(features["x"] @ w + b) @ est.get_variable("v", (8, 1))
 
 
-def rich(reduction="mean", optimizer=None, **tower_options):
+def rich():
     """A model_fn with something of everything that towers do together."""
-    optimizer = optimizer or optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.02))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.02))
 
     def model_fn(features, labels, mode):
         output = net(features) + est.embedding_lookup("table", features["ids"], (6, 4)).sum((1, 2))[:, None]
@@ -77,10 +77,7 @@ def rich(reduction="mean", optimizer=None, **tower_options):
             est.assign_add("seen", jnp.int32(len(output)))
             output += 0.1 * jax.random.normal(est.make_rng(), output.shape)
         weights = jnp.abs(features["x"][:, :1])
-        if reduction == "sum":
-            loss = jnp.sum(weights * (labels - output) ** 2)
-        else:
-            loss = est.losses.mean_squared_error(labels, output, weights)
+        loss = est.losses.mean_squared_error(labels, output, weights)
         est.summary.scalar("mean output", output.mean())
         est.summary.histogram("outputs", output)
         est.record("rows", output[:, 0])
@@ -88,7 +85,7 @@ def rich(reduction="mean", optimizer=None, **tower_options):
             mode,
             predictions={"output": output},
             loss=loss,
-            train_op=TowerOptimizer(optimizer, **tower_options).minimize(loss),
+            train_op=TowerOptimizer(optimizer).minimize(loss),
             eval_metric_ops={
                 "error": est.metrics.mean_absolute_error(labels, output, weights),
                 "largest": Largest(jnp.max(output)),
@@ -117,12 +114,12 @@ def write(folder, name, tree):
     np.savez(os.path.join(folder, f"{name}-{jax.process_count()}-{jax.process_index()}.npz"), **named)
 
 
-def poor(reduction=est.Reduction.SUM_BY_NONZERO_WEIGHTS, **tower_options):
+def poor(**tower_options):
     """One that compiles fast."""
 
     def model_fn(features, labels, mode):
         output = net(features)
-        loss = jnp.sum((labels - output) ** 2) if reduction == "sum" else est.losses.mean_squared_error(labels, output)
+        loss = jnp.sum((labels - output) ** 2)
         train_op = TowerOptimizer(optax.sgd(0.02, momentum=0.9), **tower_options).minimize(loss)
         return est.EstimatorSpec(mode, predictions={"output": output}, loss=loss, train_op=train_op)
 
@@ -148,18 +145,15 @@ def transformed(folder):
     state, specs = model.train_loop(state, batches(4))
     write(folder, "sharded", {"state": state, "losses": specs.loss, "eval": spec_of(model.eval_step(state, *batch(3)))})
 
-    model = est.transform(replicated(poor("sum", accumulate_steps=2), est.Reduction.SUM))
-    state, spec = model.train_step(model.init(jax.random.key(3), *batch(0)), *batch(0))
-    write(folder, "accumulated", {"state": state, "spec": spec_of(spec)})
-
-    model = est.transform(replicated(poor(loss_scale=est.DynamicLossScale(growth_interval=1)), on_nan="skip"))
+    options = {"accumulate_steps": 2, "loss_scale": est.DynamicLossScale(growth_interval=1)}
+    model = est.transform(replicated(poor(**options), est.Reduction.SUM, on_nan="skip"))
     state = model.init(jax.random.key(3), *batch(0))
     for features, labels in batches(3):
         last = est.input_context().index == est.input_context().count - 1
         if last and len(labels) and not int(state.global_step):
             labels = np.concatenate([labels[:-1], np.float32([[np.nan]])])
         state, spec = model.train_step(state, features, labels)
-    write(folder, "skipped", {"state": state, "loss": spec.loss, "skipped": est.skipped_steps(state)})
+    write(folder, "skipped", {"state": state, "spec": spec_of(spec), "skipped": est.skipped_steps(state)})
 
 
 def metric_result(metric):
@@ -243,7 +237,7 @@ def history(estimator):
 def estimated(folder):
     """The three verbs of an Estimator."""
     start()
-    for distribution, steps_per_loop in (("mirrored", 1), ("sharded", 4), ("mirrored", "auto")):
+    for distribution, steps_per_loop in (("mirrored", 1), ("sharded", "auto")):
         name = f"{distribution}-{steps_per_loop}"
         model_fn = replicated(shown, variable_distribution=distribution)
         config = est.RunConfig(
@@ -251,7 +245,7 @@ def estimated(folder):
         )
         estimator = est.Estimator(model_fn, os.path.join(folder, f"{name}-{jax.process_count()}"), config)
         hook = Rows()
-        estimator.train(lambda: batches(8), hooks=[hook] if steps_per_loop != 4 else [], max_steps=7)
+        estimator.train(lambda: batches(8), hooks=[hook], max_steps=7)
         write(folder, name, estimator.get_variable_value("*"))
         write(folder, f"{name}-recorded", hook.seen)
         write(folder, f"{name}-eval", estimator.evaluate(lambda: batches(4)))
@@ -315,11 +309,13 @@ def fail(folder):
     start()
     me = jax.process_index()
     features, labels = batch(0)
-    count = iter(range(100))
 
-    def trained(name, input_fn, hooks=None, model_fn=None, model_dir=None, verb="train", **kwargs):
-        model_dir = model_dir or os.path.join(folder, str(next(count)))
-        estimator = est.Estimator(model_fn or replicated(shown), model_dir, est.RunConfig(save_summary_steps=None))
+    def estimator_of(name, model_fn):
+        return est.Estimator(model_fn, os.path.join(folder, name), est.RunConfig(save_summary_steps=None))
+
+    usual = estimator_of("usual", replicated(shown))
+
+    def trained(name, input_fn, hooks=None, estimator=usual, verb="train", **kwargs):
         attempt(name, lambda: getattr(estimator, verb)(input_fn, hooks=hooks, **kwargs))
 
     def cut(batch, rows):
@@ -333,12 +329,15 @@ def fail(folder):
     }
     for name, other in cases.items():
         trained(name, lambda other=other: [(other, labels)])
-    trained("later shapes", lambda: [batch(0), batch(1), (cases["shapes"], labels)])
-    trained("evaluated shapes", lambda: [(cases["shapes"], labels)], verb="evaluate")
     trained("labels", lambda: [features if me else (features, labels)])
     trained("rows", lambda: [cut(batch(0), 4 - 2 * me)])
-    trained("later rows", lambda: [batch(0), cut(batch(0), 4 - 2 * me)])
     trained("odd rows", lambda: [cut(batch(0), 3)])
+    sparse = BCOO.fromdense(features["x"])
+    trained("sparse", lambda: [({**features, "x": sparse}, labels)])
+    # From here on there is a program of these steps.
+    trained("later shapes", lambda: [batch(0), batch(1), (cases["shapes"], labels)])
+    trained("evaluated shapes", lambda: [(cases["shapes"], labels)], verb="evaluate")
+    trained("later rows", lambda: [batch(0), cut(batch(0), 4 - 2 * me)])
     trained("later odd rows", lambda: [batch(0), cut(batch(0), 3)])
     trained("input_fn", (lambda: 1 / 0) if me else (lambda: batches(3)))
     trained("input", lambda: then_raises(batches(3)) if me else batches(5))
@@ -347,19 +346,17 @@ def fail(folder):
     trained("hook", lambda: batches(4), hooks=[When(2, after_run=fail_in_one)])
     trained("verbs", lambda: batches(3), verb="evaluate" if me else "train")
     trained("steps", lambda: batches(3), steps=2 + me)
-    trained("not replicated", lambda: batches(3), model_fn=shown)
-    local = replicate_model_fn(shown, devices=jax.local_devices())
-    trained("local", lambda: batches(3), model_fn=local)
-    trained("local evaluation", lambda: batches(3), model_fn=local, verb="evaluate")
-    sparse = BCOO.fromdense(features["x"])
-    trained("sparse", lambda: [({**features, "x": sparse}, labels)])
+    trained("not replicated", lambda: batches(3), estimator=estimator_of("alone", shown))
+    local = estimator_of("local", replicate_model_fn(shown, devices=jax.local_devices()))
+    for name, verb in (("local", "train"), ("local evaluation", "evaluate")):
+        trained(name, lambda: batches(3), estimator=local, verb=verb)
     for distribution in ("shared_round_robin", "shared_local_parameter_server"):
         attempt(distribution, lambda way=distribution: replicated(shown, variable_distribution=way))
-    trained("model_dirs", lambda: batches(3), model_dir=os.path.join(folder, f"of-{me}"))
+    trained("model_dirs", lambda: batches(3), estimator=estimator_of(f"of-{me}", replicated(shown)))
     nan = np.full_like(labels, np.nan)
     trained("nan", lambda: [*batches(3), (features, nan)])
-    on_nan = replicated(shown, on_nan="raise")
-    trained("non-finite", lambda: [*batches(3), (features, nan if me else labels)], model_fn=on_nan)
+    raises = estimator_of("raises", replicated(shown, on_nan="raise"))
+    trained("non-finite", lambda: [*batches(3), (features, nan if me else labels)], estimator=raises)
     trained("empty", list, verb="evaluate")
     trained("one is empty", lambda: batches(3 * me))
     trained("it works", lambda: batches(4))

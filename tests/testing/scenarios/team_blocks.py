@@ -20,8 +20,6 @@ def trained(folder):
     state = model.init(jax.random.key(3), *team.batch(0))
     state, specs = model.train_loop(state, team.batches(4))
     team.write(folder, "blocks", {"state": state, "losses": specs.loss, "reported": specs.reported})
-    evaluated = model.eval_step(state, *team.batch(3))
-    team.write(folder, "blocks-eval", {"loss": evaluated.loss, "predictions": evaluated.predictions})
 
     model_fn = team.replicated(team.shown, block_sync=BlockSync(2, DILOCO))
     config = est.RunConfig(save_checkpoints_steps=1000, steps_per_loop=2)
