@@ -16,6 +16,12 @@ WRONG = """(() => {
   return wrong;
 })()"""
 RESULTS = "[...document.querySelectorAll('.md-search-result__item > a')].map(each => each.href)"
+ASK = """(query => {
+  document.querySelector('.md-search-result__list').replaceChildren();
+  const input = document.querySelector('.md-search__input');
+  input.value = query;
+  input.dispatchEvent(new KeyboardEvent('keyup'));
+})"""
 
 pytestmark = [
     pytest.mark.slow,
@@ -119,12 +125,20 @@ QUERIES = {
 }
 
 
-@pytest.mark.parametrize("query", QUERIES)
-def test_the_search_leads_to_the_page(window, site, query):
+def test_the_search_leads_to_the_page(window, site):
+    """It is one page, which indexes the site once, and is asked one query after the other."""
     _, address = site
-    window.open(f"{address}/index.html?q={query.replace(' ', '+')}", WIDTHS[0])
+    first, *others = QUERIES
+    window.open(f"{address}/index.html?q={first.replace(' ', '+')}", WIDTHS[0])
+    found = {first: found_pages(window, address)}
+    for query in others:
+        window.value(f"{ASK}({query!r})")
+        found[query] = found_pages(window, address)
+    assert not {query: pages for query, pages in found.items() if QUERIES[query] not in pages[:3]}
+
+
+def found_pages(window, address):
     deadline = time.monotonic() + 20
     while not (results := window.value(RESULTS)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    pages = list(dict.fromkeys(re.split("[?#]", result.removeprefix(f"{address}/"))[0] for result in results))
-    assert QUERIES[query] in pages[:3], pages
+    return list(dict.fromkeys(re.split("[?#]", result.removeprefix(f"{address}/"))[0] for result in results))
