@@ -35,8 +35,7 @@ def model_fn(features, labels, mode, params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [0, 2])
-@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(("towers", "by_name"), [(0, False), (2, True)])
 def test_the_metrics_of_eval_metrics_are_those_of_all_rows(towers, by_name):
     def results(towers, **params):
         model, state = started(replicate(model_fn, towers), X[:6], Y[:6], params=params)
