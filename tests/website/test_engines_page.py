@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from testing.website.scripts import run_script
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how_to" / "engines.md"
@@ -21,6 +22,8 @@ def run(tmp_path):
         (tmp_path / f"{name}.py").write_text(script, encoding="utf-8")
 
     def run(name):
+        if name == "train":
+            return run_script("train.py", folder=tmp_path)[0]
         process = subprocess.run(
             [sys.executable, f"{name}.py"],
             cwd=tmp_path,
