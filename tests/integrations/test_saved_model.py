@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus
 
 import estimator as est
 from estimator.renew import renew_export
-from replicate import TowerOptimizer, replicate_model_fn
+from replicate import TowerOptimizer
 
 tf = pytest.importorskip("tensorflow")
 
@@ -48,13 +47,10 @@ def model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
 
-def train(model_dir, fn):
-    return est.Estimator(fn, model_dir).train(lambda: [(batch(2), np.ones(2, np.float32))])
-
-
 @pytest.fixture(scope="module")
 def estimator(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("model"), model_fn)
+    model_dir = tmp_path_factory.mktemp("model")
+    return est.Estimator(model_fn, model_dir).train(lambda: [(batch(2), np.ones(2, np.float32))])
 
 
 def call(loaded, signature, features):
@@ -90,16 +86,6 @@ def test_all_signatures_compute_in_tensorflow_what_they_do_in_jax_for_any_batch_
     with open(os.path.join(path, "assets.extra", "vocabulary", "words.txt")) as file:
         assert file.read() == "cat\ndog\n"
     check_same(renew_export(path, model_fn), batch(1))  # a SavedModel again
-
-
-@pytest.mark.slow
-def test_a_replicated_model_predicts_in_tensorflow_as_its_estimator_does(tmp_path):
-    towers = train(tmp_path / "model", replicate_model_fn(model_fn, devices=cpus(2)))
-    path = towers.export_model(tmp_path / "exports", batch(2), format="saved_model")
-    features = batch(4)
-    want = next(iter(towers.predict(lambda: features, yield_single_examples=False)))["logits"]
-    got = call(tf.saved_model.load(path), "serving_default", features)["logits"]
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -83,14 +83,13 @@ def make(kind, columns, model_dir):
         return est.LinearClassifier(columns, model_dir)
     if kind == "regressor":
         return est.DNNRegressor([4], columns, model_dir)
-    model_fn = replicate_model_fn(own_model_fn, devices=cpus(2)) if kind == "towers" else own_model_fn
-    return est.Estimator(model_fn, model_dir, params=columns)
+    return est.Estimator(replicate_model_fn(own_model_fn, devices=cpus(2)), model_dir, params=columns)
 
 
 def train(kind, columns, model_dir):
     labels = fc.encode_labels(["emu", "cat", "cat", "dog"], CLASSES) if kind == "classifier" else np.array([0, 1, 1, 0])
     labels = labels if "class" in kind else labels.astype(np.float32)
-    return make(kind, columns, model_dir).train(lambda: [(parse(ROWS, columns), labels)] * 3)
+    return make(kind, columns, model_dir).train(lambda: [(parse(ROWS, columns), labels)])
 
 
 def receiver(columns, **arguments):
@@ -104,7 +103,6 @@ SIGNATURES = {
         "serving_default": "classify", "classification": "classify", "regression": "regress", "predict": "predict",
     },
     "regressor": {"serving_default": "regress", "regression": "regress", "predict": "predict"},
-    "own": {"serving_default": "predict", "top": "classify", "half": "regress"},
     "towers": {"serving_default": "predict", "top": "classify", "half": "regress"},
 }  # fmt: skip
 
@@ -152,7 +150,7 @@ def test_the_answer_to_serialized_examples_is_what_predict_gives_for_the_parsed_
 
 def check_answer(kind, name, got, want, rows):
     close = dict(rtol=1e-5, atol=1e-6)
-    if kind in ("own", "towers"):
+    if kind == "towers":
         if name == "top":
             assert got["classes"].tolist() == [[b"%d" % n, b"%d" % (n + 1)] for n in want["y"].argmax(-1)]
             np.testing.assert_allclose(got["scores"], want["y"], **close)
