@@ -107,13 +107,13 @@ def test_workers_whose_node_is_taken_away_resume_from_where_the_notice_came(pree
 
 
 @pytest.mark.slow
-def test_a_relative_model_dir_is_refused_in_a_worker(drive):
+def test_a_relative_model_dir_is_refused_in_a_worker(alone):
     assert re.fullmatch(
         r"`model_dir` must be an absolute path, or a URL, in a worker of Ray; got 'runs/digits'\. Each worker has a "
         r"working directory of its own, here '/.*', so that a relative path is not where the driver, or the next "
         r"worker, looks for it\. Make it absolute in the driver, by `os\.path\.abspath`, on storage that all nodes "
         r"share\.",
-        drive("relative"),
+        alone["relative"],
     )
 
 
