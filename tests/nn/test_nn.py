@@ -11,16 +11,17 @@ import pytest
 from jax.experimental import sparse
 from testing import refused
 from testing.model_fns import variables_of
+from testing.towers import assert_same_training, replicate
 
 import estimator as est
-import replicate
-from estimator.testing import assert_towers_match_one_batch
 from replicate import TowerOptimizer
 
 RNG = np.random.default_rng(0)
 SCORES = RNG.normal(size=(2, 4, 3)).astype(np.float32)
 TRANSITIONS = RNG.normal(size=(3, 3)).astype(np.float32)
 LENGTHS = np.array([4, 2])
+likelihoods, decode = jax.jit(lambda *args: est.nn.crf_log_likelihood(*args)[0]), jax.jit(est.nn.crf_decode)
+ctc_loss = jax.jit(est.nn.ctc_loss, static_argnames="ignore_longer_outputs_than_inputs")
 
 
 def score_of(scores, tags):
@@ -29,24 +30,24 @@ def score_of(scores, tags):
     )
 
 
-@pytest.mark.parametrize("row", [0, 1])
-def test_a_conditional_random_field_sums_and_searches_all_sequences_of_tags(row):
-    scores, length = SCORES[row], LENGTHS[row]
-    all_tags = list(itertools.product(range(3), repeat=int(length)))
-    every = np.array([score_of(scores, tags) for tags in all_tags])
-    padded = jnp.array([[*all_tags[every.argmax()], *[0] * (4 - length)]])
-    likelihood, _ = est.nn.crf_log_likelihood(SCORES[None, row], padded, LENGTHS[None, row], TRANSITIONS)
-    assert likelihood[0] == pytest.approx(every.max() - np.log(np.exp(every).sum()), abs=1e-5)
-    tags, score = est.nn.crf_decode(SCORES[None, row], TRANSITIONS, LENGTHS[None, row])
-    assert tags.tolist() == padded.tolist() and score[0] == pytest.approx(every.max(), abs=1e-5)
+@pytest.mark.quick
+def test_a_conditional_random_field_sums_and_searches_all_sequences_of_tags():
+    rows = [(scores, list(itertools.product(range(3), repeat=n))) for scores, n in zip(SCORES, LENGTHS, strict=True)]
+    every = [np.array([score_of(scores, tags) for tags in all_tags]) for scores, all_tags in rows]
+    best = [all_tags[each.argmax()] for (_, all_tags), each in zip(rows, every, strict=True)]
+    padded = jnp.array([[*tags, *[0] * (4 - len(tags))] for tags in best])
+    want = [each.max() - np.log(np.exp(each).sum()) for each in every]
+    np.testing.assert_allclose(likelihoods(SCORES, padded, LENGTHS, TRANSITIONS), want, atol=1e-5)
+    tags, score = decode(SCORES, TRANSITIONS, LENGTHS)
+    assert tags.tolist() == padded.tolist() and score.tolist() == pytest.approx([each.max() for each in every])
 
 
 @pytest.mark.slow
 def test_an_empty_sequence_is_certain_and_has_no_tags():
-    lengths = jnp.array([0, 4])
-    likelihood, _ = est.nn.crf_log_likelihood(SCORES, jnp.zeros((2, 4), int), lengths, TRANSITIONS)
+    lengths = np.array([0, 4])
+    likelihood = likelihoods(SCORES, jnp.zeros((2, 4), int), lengths, TRANSITIONS)
     assert likelihood[0] == 0 and likelihood[1] < 0
-    tags, scores = est.nn.crf_decode(jnp.ones((2, 4, 3)).at[0, 0, 1].set(9), TRANSITIONS, lengths)
+    tags, scores = decode(np.ones((2, 4, 3), np.float32), TRANSITIONS, lengths)
     assert not tags[0].any() and scores[0] == 0 < scores[1]
 
 
@@ -55,26 +56,26 @@ def test_what_is_behind_the_end_of_a_sequence_may_be_anything():
     lengths, tags = jnp.array([0, 2]), jnp.array([[9, -1, -1, -1], [1, 2, 9, -1]])
 
     def likelihood(scores, transitions, tags):
-        return est.nn.crf_log_likelihood(scores, tags, lengths, transitions)[0].sum()
+        return likelihoods(scores, tags, lengths, transitions).sum()
 
     runs = est.nn.sequence_mask(lengths, 4)[..., None]
     scores = jnp.where(runs, SCORES, jnp.nan)
-    got = jax.value_and_grad(likelihood, (0, 1))(scores, TRANSITIONS, tags)
-    want = jax.value_and_grad(likelihood, (0, 1))(jnp.asarray(SCORES), TRANSITIONS, jnp.where(runs[..., 0], tags, 0))
+    both = jax.jit(jax.value_and_grad(likelihood, (0, 1)))
+    got, want = both(scores, TRANSITIONS, tags), both(SCORES, TRANSITIONS, jnp.where(runs[..., 0], tags, 0))
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    decoded = [est.nn.crf_decode(given, TRANSITIONS, lengths) for given in (scores, SCORES)]
+    decoded = [decode(given, TRANSITIONS, lengths) for given in (scores, SCORES)]
     jax.tree.map(np.testing.assert_array_equal, *decoded)
 
 
 @pytest.mark.parametrize("wrong, dtype", [(-1, jnp.int8), (3, jnp.int32)])
 def test_a_tag_out_of_range_gives_nan(wrong, dtype):
     tags = jnp.array([[0, wrong, 1, 1], [0, 1, 1, 1]], dtype)
-    assert jnp.isnan(est.nn.crf_log_likelihood(SCORES, tags, LENGTHS, TRANSITIONS)[0]).tolist() == [True, False]
+    assert jnp.isnan(likelihoods(SCORES, tags, LENGTHS, TRANSITIONS)).tolist() == [True, False]
 
 
 def test_scores_of_half_precision_are_taken_with_transitions_of_float32():
     scores = jnp.asarray(SCORES, jnp.bfloat16)
-    got, want = (est.nn.crf_decode(x, TRANSITIONS, LENGTHS) for x in (scores, scores.astype(jnp.float32)))
+    got, want = (decode(x, TRANSITIONS, LENGTHS) for x in (scores, scores.astype(jnp.float32)))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -82,9 +83,9 @@ def test_scores_of_half_precision_are_taken_with_transitions_of_float32():
 @pytest.mark.parametrize("batch, steps", [(0, 4), (2, 0)])
 def test_no_rows_and_no_steps_are_no_error(batch, steps):
     scores, tags, lengths = jnp.zeros((batch, steps, 3)), jnp.zeros((batch, steps), int), jnp.zeros(batch, int)
-    likelihood, _ = est.nn.crf_log_likelihood(scores, tags, lengths, TRANSITIONS)
-    decoded, score = est.nn.crf_decode(scores, TRANSITIONS, lengths)
-    assert likelihood.tolist() == score.tolist() == [0] * batch and decoded.shape == (batch, steps)
+    decoded, score = decode(scores, TRANSITIONS, lengths)
+    assert likelihoods(scores, tags, lengths, TRANSITIONS).tolist() == score.tolist() == [0] * batch
+    assert decoded.shape == (batch, steps)
     assert est.nn.sequence_loss(scores, tags, jnp.zeros((batch, steps))) == 0
     assert est.nn.sequence_mask(lengths).shape == (batch, 0)
 
@@ -98,11 +99,10 @@ def test_a_step_of_weight_zero_is_absent(function):
     def loss(logits, targets):
         return est.nn.sequence_loss(logits, targets, weights, **own)
 
-    logits = jnp.asarray(RNG.normal(size=(3, 2, 3)), jnp.float32)
-    wanted, gradient = jax.value_and_grad(loss)(logits, targets)
+    logits, both = jnp.asarray(RNG.normal(size=(3, 2, 3)), jnp.float32), jax.jit(jax.value_and_grad(loss))
     bad = jnp.where(weights[..., None] == 0, jnp.inf, logits)
-    got = jax.value_and_grad(loss)(bad, jnp.where(weights == 0, -1, targets))
-    jax.tree.map(np.testing.assert_array_equal, got, (wanted, gradient))
+    got = both(bad, jnp.where(weights == 0, -1, targets))
+    jax.tree.map(np.testing.assert_array_equal, got, both(logits, targets))
 
 
 def test_a_row_of_weight_zero_has_no_moments():
@@ -119,81 +119,61 @@ def test_of_zeros_whatever_their_sign_the_first_is_in_the_top_k():
     assert gradient.tolist() == [0, 1, 2]
 
 
-def match(*args):
-    assert_towers_match_one_batch(*args, towers=(2,), replicate=replicate.replicate_model_fn)
-
-
-def tagger(features, labels, mode):
-    logits = est.layers.dense(features["x"], 3)
-    lengths = features["length"]
-    transitions = est.get_variable("transitions", (3, 3))
-    tags, _ = est.nn.crf_decode(logits, transitions, lengths)
-    if mode == est.ModeKeys.PREDICT:
-        return est.EstimatorSpec(mode, predictions=tags)
-    weights = est.nn.sequence_mask(lengths, logits.shape[1], jnp.float32)
-    loss = est.nn.sequence_loss(logits, labels, weights)
-    loss += est.nn.sequence_loss(logits, labels, weights, average_across_timesteps=False).sum()
-    likelihood, same = est.nn.crf_log_likelihood(logits, labels, lengths, transitions)
-    assert same is transitions
-    loss += est.losses.compute_weighted_loss(-likelihood)
-    return est.EstimatorSpec(mode, tags, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
-
-
-@pytest.mark.slow
-def test_sequences_on_towers_are_those_of_one_batch():
-    lengths = np.array([1, 4, 4, 4, 2, 4, 1, 1])
-    features = {"x": RNG.normal(size=(8, 4, 5)).astype(np.float32), "length": lengths}
-    match(tagger, features, RNG.integers(0, 3, (8, 4)))
-
-
 LABELS = np.array([[0, 1, -1], [2, 2, 1], [1, -1, -1], [3, 0, 2], [-1, -1, -1], [0, 0, 0], [1, 2, 3], [3, -1, -1]])
 STEPS = np.array([6, 5, 3, 4, 2, 6, 3, 1])
 EXPECTED = RNG.uniform(0.1, 2, (8, 1)).astype(np.float32)
 SAMPLED = [est.nn.sampled_softmax_loss, est.nn.nce_loss]
 
 
-def ctc_and_samples(features, labels, mode):
-    x = est.layers.dense(features["x"], 5)
+def sequences_and_samples(features, labels, mode):
+    x, lengths = est.layers.dense(features["x"], 5), features["length"]
+    transitions = est.get_variable("transitions", (5, 5))
     w, b = est.get_variable("w", (4, 5)), est.get_variable("b", (4,))
-    if mode == est.ModeKeys.PREDICT:
-        return est.EstimatorSpec(mode, x)
-    loss = est.losses.compute_weighted_loss(est.nn.ctc_loss(labels, x, features["steps"], time_major=False))
+    tags, _ = est.nn.crf_decode(x, transitions, lengths)
+    weights = est.nn.sequence_mask(lengths, x.shape[1], jnp.float32)
+    loss = est.nn.sequence_loss(x, labels["tags"], weights)
+    loss += est.nn.sequence_loss(x, labels["tags"], weights, average_across_timesteps=False).sum()
+    likelihood, same = est.nn.crf_log_likelihood(x, labels["tags"], lengths, transitions)
+    assert same is transitions
+    ctc = est.nn.ctc_loss(labels["symbols"], x, features["steps"], time_major=False)
     samples = np.array([2, 0, 3]), features["expected"], np.array([0.5, 1, 2], np.float32)
-    for function in SAMPLED:
-        losses = function(w, b, jnp.abs(labels[:, :1]), x[:, 0], 3, 4, sampled_values=samples)
-        loss += est.losses.compute_weighted_loss(losses)
-    return est.EstimatorSpec(mode, losses, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+    right = jnp.abs(labels["symbols"][:, :1])
+    sampled = [function(w, b, right, x[:, 0], 3, 4, sampled_values=samples) for function in SAMPLED]
+    loss += sum(map(est.losses.compute_weighted_loss, (-likelihood, ctc, *sampled)))
+    return est.EstimatorSpec(mode, (tags, *sampled), loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
 
 @pytest.mark.slow
-def test_losses_of_labels_without_places_and_of_samples_on_towers_are_those_of_one_batch():
-    features = {"x": RNG.normal(size=(8, 6, 5)).astype(np.float32), "steps": STEPS, "expected": EXPECTED}
-    match(ctc_and_samples, features, LABELS)
+def test_losses_of_sequences_and_of_samples_on_towers_are_those_of_one_batch():
+    features = {"x": RNG.normal(size=(8, 6, 5)).astype(np.float32), "length": np.array([1, 6, 4, 6, 2, 4, 1, 1])}
+    features |= {"steps": STEPS, "expected": EXPECTED}
+    batch = features, {"tags": RNG.integers(0, 5, (8, 6)), "symbols": LABELS}
+    two_steps = jax.tree.map(lambda x: np.stack([x, x]), batch)
+    assert_same_training(sequences_and_samples, replicate(sequences_and_samples, 2), two_steps, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 5])
-def test_each_tower_and_step_draws_its_own_samples_and_a_run_draws_them_again(seed):
+def test_each_tower_and_step_draws_its_own_samples_and_a_run_draws_them_again():
     def model_fn(features, labels, mode):
-        drawn, _, _ = est.nn.log_uniform_candidate_sampler(features, 1, 8, False, 10**6, seed)
-        loss = est.get_variable("w", ()) ** 2
-        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op, predictions=drawn[None])
+        drawn = [est.nn.log_uniform_candidate_sampler(features, 1, 8, False, 10**6, seed)[0] for seed in (None, 5)]
+        return est.EstimatorSpec(mode, loss=jnp.float32(0), predictions=jnp.stack(drawn)[None])
+
+    labels = jnp.zeros((2, 1), int)
+    model = est.transform(replicate(model_fn, 2))
 
     def drawn_by(key):
-        model = est.transform(replicate.replicate_model_fn(model_fn, devices=jax.devices()[:2]))
-        state = model.init(key, labels := jnp.zeros((2, 1), int))
-        for _ in range(2):
-            state, _ = model.train_step(state, labels)
-            yield from model.eval_step(state, labels).predictions.tolist()
+        state = model.init(jax.random.key(key), labels, mode="eval")
+        for step in range(2):
+            at_step = state._replace(global_step=jnp.full_like(state.global_step, step))
+            yield from model.eval_step(at_step, labels).predictions.reshape(4, 8).tolist()
 
-    one, again, other = (list(drawn_by(jax.random.key(key))) for key in (0, 0, 1))
-    assert one == again and len({*map(tuple, one + other)}) == 8
+    one, again, other = map(list, map(drawn_by, (0, 0, 1)))
+    assert one == again and len({*map(tuple, one + other)}) == 16
 
 
 @pytest.mark.slow
 def test_distinct_classes_are_drawn_as_by_drawing_until_enough_differ():
-    count, classes, trials = 4, 9, 2000
+    count, classes, trials = 4, 9, 1000
     chance = np.log1p(1 / (np.arange(classes) + 1)) / np.log(classes + 1)
 
     def draw(key):
@@ -201,7 +181,7 @@ def test_distinct_classes_are_drawn_as_by_drawing_until_enough_differ():
         drawn, expected, of_drawn = est.nn.log_uniform_candidate_sampler(every, 1, count, True, classes, key=key)
         return drawn, expected[:, 0], of_drawn
 
-    drawn, expected, of_drawn = map(np.array, jax.vmap(draw)(jax.random.split(jax.random.key(0), trials)))
+    drawn, expected, of_drawn = map(np.array, jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), trials)))
     assert all(len({*row}) == count for row in drawn.tolist()) and {*drawn.ravel()} == {*range(classes)}
     np.testing.assert_array_equal(of_drawn, np.take_along_axis(expected, drawn, 1))
     tries = np.log1p(-expected[:, 1:]) / np.log1p(-chance[1:])  # but where there are `count` tries
@@ -220,9 +200,9 @@ def test_distinct_classes_are_drawn_as_by_drawing_until_enough_differ():
 
 
 def test_any_of_a_million_classes_is_drawn():
-    drawn, expected, _ = est.nn.log_uniform_candidate_sampler(
-        jnp.array([[0], [10**6 - 1]]), 1, 10**5, False, 10**6, key=jax.random.key(0)
-    )
+    ends = jnp.array([[0], [10**6 - 1]])
+    draw = jax.jit(lambda key: est.nn.log_uniform_candidate_sampler(ends, 1, 10**5, False, 10**6, key=key))
+    drawn, expected, _ = draw(jax.random.key(0))
     drawn, chance = np.array(drawn), np.log1p([1, 1e-6]) / np.log1p(1e6)
     np.testing.assert_allclose(expected[:, 0], 1e5 * chance, rtol=1e-5)
     assert drawn.min() == 0 and abs((drawn == 0).sum() - 1e5 * chance[0]) < 5 * np.sqrt(1e5 * chance[0])
@@ -232,19 +212,18 @@ def test_any_of_a_million_classes_is_drawn():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", SAMPLED)
-def test_a_variables_name_as_weights_gives_the_same_gradient_of_the_rows_in_use(function):
+def test_a_variables_name_as_weights_gives_the_same_gradient_of_the_rows_in_use():
     samples = np.array([2, 5]), EXPECTED[:2], EXPECTED[:2, 0]
 
     def model_fn(features, labels, mode, by_name):
         w = est.get_variable("w", (9, 3)) if not by_name else "w"
         if by_name:
             est.embedding_lookup("w", features[:0, 0].astype(int), (9, 3))
-        losses = function(w, est.get_variable("b", (9,)), labels, features, 2, 9, sampled_values=samples)
-        loss = losses.sum()
-        (gradient, _), _ = est.Optimizer(optax.sgd(0.1)).compute_gradients(loss)
-        assert isinstance(gradient, est.IndexedSlices) == by_name
-        return est.EstimatorSpec(mode, gradient, loss, est.Optimizer(optax.sgd(0.1)).minimize(loss))
+        b, optimizer = est.get_variable("b", (9,)), est.Optimizer(optax.sgd(0.1))
+        losses = [function(w, b, labels, features, 2, 9, sampled_values=samples).sum() for function in SAMPLED]
+        gradients = optimizer.compute_gradients(sum(losses))
+        assert isinstance(gradients[0][0], est.IndexedSlices) == by_name
+        return est.EstimatorSpec(mode, losses, sum(losses), optimizer.apply_gradients(gradients))
 
     x, labels, states = jnp.asarray(SCORES[:, 0]), jnp.array([[2], [7]]), []
     for by_name in (False, True):
@@ -256,45 +235,48 @@ def test_a_variables_name_as_weights_gives_the_same_gradient_of_the_rows_in_use(
 @pytest.mark.quick
 @pytest.mark.parametrize("function", SAMPLED)
 def test_a_sample_that_is_right_is_left_out_and_a_label_that_is_no_class_gives_nan(function):
-    def losses(w, labels):
-        given = (np.array([2, 1]), EXPECTED[: len(labels)], EXPECTED[:2, 0])
-        return function(w, jnp.zeros(4), labels, w[: len(labels)], 2, 4, 1, given, True)
+    given = (np.array([2, 1]), EXPECTED[:3], EXPECTED[:2, 0])
 
-    w = jnp.asarray(RNG.normal(size=(4, 3)), jnp.float32)
-    gradient = jax.grad(lambda w: losses(w, jnp.array([[2]])).sum())(w)
-    assert jnp.isfinite(gradient).all() and gradient[1].any() and not gradient[3].any()
+    def loss(w, labels):
+        losses = function(w, jnp.zeros(4), labels, SCORES[0, :3], 2, 4, 1, given, True)
+        return est.losses.compute_weighted_loss(losses, jnp.array([1.0, 0, 0])), losses  # weights as padding has them
+
+    w, derive = RNG.normal(size=(4, 3)).astype(np.float32), jax.jit(jax.grad(loss, has_aux=True))
+    gradient, losses = derive(w, jnp.array([[2], [0], [0]]))
+    assert jnp.isfinite(gradient).all() and gradient.any(1).tolist() == [False, True, True, False]
+    assert losses[0] < 20  # and not as for the least number, which stands for the sample
     labels = jnp.array([[0], [4], [-1]])
-    assert jnp.isnan(losses(w, labels)).tolist() == [False, True, True]
-    weights = jnp.array([1.0, 0, 0])  # as padding has
-    gradient = jax.grad(lambda w: est.losses.compute_weighted_loss(losses(w, labels), weights))(w)
+    gradient, losses = derive(w, labels)
+    assert jnp.isnan(losses).tolist() == [False, True, True]
     assert jnp.isfinite(gradient).all() and gradient.any()
-    drawn = est.nn.log_uniform_candidate_sampler(labels, 1, 2, True, 4, key=jax.random.key(0))
-    assert jnp.isfinite(drawn[1]).all()
+    drawn = jax.jit(lambda key: est.nn.log_uniform_candidate_sampler(labels, 1, 2, True, 4, key=key))
+    assert jnp.isfinite(drawn(jax.random.key(0))[1]).all()
 
 
 @pytest.mark.slow
 def test_ctc_takes_sparse_labels_and_nothing_behind_an_end_and_has_finite_gradients():
-    def loss(logits, labels=LABELS):
-        return est.nn.ctc_loss(labels, logits, STEPS, ignore_longer_outputs_than_inputs=True)
+    @jax.jit
+    def both(logits, labels):
+        loss = functools.partial(est.nn.ctc_loss, ignore_longer_outputs_than_inputs=True)
+        losses, pull_back = jax.vjp(lambda x: loss(labels, x, STEPS), logits)
+        return losses, *pull_back(jnp.ones_like(losses))
 
     logits = jnp.asarray(RNG.normal(size=(6, 8, 5)), jnp.float32)
-    want, gradient = loss(logits), jax.grad(lambda x: loss(x).sum())(logits)
+    want, gradient = both(logits, LABELS)
     behind = jnp.arange(6)[:, None, None] >= STEPS[:, None]
-    bad = jnp.where(behind, jnp.nan, logits)
-    np.testing.assert_array_equal(loss(bad), want)
-    np.testing.assert_array_equal(jax.grad(lambda x: loss(x).sum())(bad), gradient)
+    jax.tree.map(np.testing.assert_array_equal, both(jnp.where(behind, jnp.nan, logits), LABELS), (want, gradient))
     assert jnp.isfinite(gradient).all() and gradient.any((0, 2)).sum() == 8
     at = np.argwhere(LABELS >= 0)
     at, values = np.concatenate([at, [[8, 3]]]), np.append(LABELS[LABELS >= 0], 7)  # with padding of its entries
-    np.testing.assert_array_equal(loss(logits, sparse.BCOO((values, at), shape=LABELS.shape)), want)
+    np.testing.assert_allclose(both(logits, sparse.BCOO((values, at), shape=LABELS.shape))[0], want, rtol=1e-6)
     rows = jnp.array([0, 2, 4, 7])
-    np.testing.assert_array_equal(loss(logits, np.roll(LABELS, 1, 1))[rows], want[rows])
+    np.testing.assert_array_equal(both(logits, np.roll(LABELS, 1, 1))[0][rows], want[rows])
 
 
 def test_rows_whose_labels_do_not_fit_or_are_no_classes_have_a_ctc_loss_of_nan():
     labels, logits = jnp.array([[0, 0], [1, 0], [1, 3], [1, -1]]), jnp.zeros((2, 4, 4))
     for ignore in (False, True):
-        losses = est.nn.ctc_loss(labels, logits, [2, 2, 2, 2], ignore_longer_outputs_than_inputs=ignore)
+        losses = ctc_loss(labels, logits, np.full(4, 2), ignore_longer_outputs_than_inputs=ignore)
         assert jnp.isnan(losses).tolist() == [not ignore, False, True, False] and (not ignore or losses[0] == 0)
 
 
@@ -302,7 +284,7 @@ def test_rows_whose_labels_do_not_fit_or_are_no_classes_have_a_ctc_loss_of_nan()
 def test_a_ctc_loss_of_thousands_of_improbable_steps_is_exact():
     logits = jnp.zeros((3000, 1, 3)).at[:, :, 0].set(100)  # and neither the label 1 nor the blank
     want = 3e5 - np.log(3000 * 3001 / 2)
-    assert est.nn.ctc_loss(jnp.array([[1]]), logits, [3000])[0] == pytest.approx(want, rel=2e-5)
+    assert ctc_loss(jnp.array([[1]]), logits, np.array([3000]))[0] == pytest.approx(want, rel=2e-5)
 
 
 def test_transitions_that_are_not_given_are_a_variable():
@@ -340,9 +322,9 @@ def test_lengths_may_be_integers_of_any_size_under_x64(dtype):
         lengths, tags = LENGTHS.astype(dtype), np.zeros((2, 4), dtype)
         mask = est.nn.sequence_mask(lengths, 4, SCORES.dtype)
         assert mask.sum(1).tolist() == [4, 2]
-        assert est.nn.sequence_loss(SCORES, tags, mask).dtype == SCORES.dtype
-        assert est.nn.crf_log_likelihood(SCORES, tags, lengths, TRANSITIONS)[0].dtype == SCORES.dtype
-        assert not est.nn.crf_decode(SCORES, TRANSITIONS, lengths)[0][1, 2:].any()
+        likelihood = jax.eval_shape(likelihoods, SCORES, tags, lengths, TRANSITIONS)
+        assert est.nn.sequence_loss(SCORES, tags, mask).dtype == likelihood.dtype == SCORES.dtype
+        assert not decode(SCORES, TRANSITIONS, lengths)[0][1, 2:].any()
 
 
 @pytest.mark.quick
