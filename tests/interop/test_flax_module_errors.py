@@ -294,8 +294,7 @@ MAKES = {
 }
 
 
-@pytest.mark.parametrize("towers", [0, 2])
-@pytest.mark.parametrize("case", MAKES)
+@pytest.mark.parametrize("case, towers", [*((case, 0) for case in MAKES), ("init within", 2)])
 def test_weights_that_an_init_in_the_model_fn_makes_are_named(messages, case, towers):
     forward, is_named = MAKES[case]
     model_fn = minimizing(lambda x, y: est.losses.mean_squared_error(y, forward(est.layers.dense(x, 3))))
