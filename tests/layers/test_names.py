@@ -46,7 +46,7 @@ def model_fn(features, labels, mode, params, seen):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("towers", "params"),
-    [(0, {}), (0, {"gradients": True}), (1, {"steps": 2}), (2, {}), (2, {"steps": 2}), (2, {"gradients": True})],
+    [(0, {}), (0, {"gradients": True}), (2, {"steps": 2}), (2, {"gradients": True})],
 )
 def test_names_are_the_same_in_every_run_of_the_model_fn(towers, params):
     seen = []
@@ -83,30 +83,25 @@ def test_a_scope_opened_again_counts_from_the_beginning_as_in_tensorflow():
         names_of(twice(None))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer, variables, reuses",
     [
         ("lstm", 2, "later"),
-        ("gru", 4, "at once"),
         ("gru", 4, "by the layer"),
         ("bidirectional_lstm", 4, "at once"),
         ("bidirectional_gru", 8, "by the layer"),
     ],
 )
 def test_recurrent_layers_share_variables_where_the_scope_reuses_them_as_in_tensorflow(layer, variables, reuses):
-    def model_fn(features):
-        call = functools.partial(getattr(est.layers, layer), features[:, None], 4)
+    def body(x):
+        call = functools.partial(getattr(est.layers, layer), x[:, None], 4)
         with est.variable_scope("siamese", reuse=est.AUTO_REUSE if reuses == "at once" else None) as scope:
-            first = call()
+            call()
             if reuses == "later":
                 scope.reuse_variables()
-            second = call(reuse=True if reuses == "by the layer" else None)
-        return est.EstimatorSpec("infer", predictions=jax.tree.map(lambda x, y: x - y, first, second))
+            call(reuse=True if reuses == "by the layer" else None)
 
-    model, state = started(model_fn, X, mode="infer")
-    assert len(state.variables) == variables
-    assert not any(x.any() for x in jax.tree.leaves(model.predict_step(state, X).predictions))
+    assert len(variables_of(body, X)) == variables
 
 
 def test_a_scope_entered_by_its_object_counts_on():
@@ -180,8 +175,8 @@ def test_getters_of_scopes_see_every_variable_the_inner_one_first():
 
 def test_a_layer_may_be_shared():
     def body(x):
-        first = est.layers.dense(x, 2, name="d")
-        assert (est.layers.dense(x, 2, name="d", reuse=True) == first).all
+        for reuse in (None, True):
+            est.layers.dense(x, 2, name="d", reuse=reuse)
         est.layers.dense(x, 2, name="e", reuse=est.AUTO_REUSE)
         est.layers.dense(x, 2, name="e", reuse=est.AUTO_REUSE)
 

@@ -79,36 +79,29 @@ def test_names_go_by_the_first_use_as_in_tensorflow():
     assert names_of(body) == ["dense", "dense_1", "inner/dense", "inner/logits", "logits"]  # sorted
 
 
-def run_twice(cells, by_functions):
-    """Two layers with dropout between them, and the same by functions."""
-
-    def by_cells(x):
-        outputs, states = est.layers.dynamic_rnn(est.layers.MultiRNNCell(cells()), x, LENGTHS)
-        return outputs, *states
-
-    model, state = started(predicting(by_cells), SEQUENCES, mode="infer")
-    flat = {"/".join(p for p in name.split("/") if p != "multi_rnn_cell"): v for name, v in state.variables.items()}
-    other = est.transform(predicting(by_functions))
-    like = other.abstract_init(SEQUENCES, mode="infer")
-    assert flat.keys() == like.variables.keys()
-    got = model.predict_step(state, SEQUENCES).predictions
-    return got, other.predict_step(state._replace(variables=flat), SEQUENCES).predictions
-
-
 @pytest.mark.slow
 def test_cells_on_top_of_each_other_are_layers_on_top_of_each_other():
+    def by_cells(x):
+        cells = est.layers.MultiRNNCell([est.layers.LSTMCell(4), est.layers.GRUCell(3)])
+        outputs, states = est.layers.dynamic_rnn(cells, x, LENGTHS)
+        return outputs, *states
+
     def by_functions(x):
         with est.variable_scope("rnn"):
             x, first = est.layers.lstm(x, 4, LENGTHS, name="cell_0", cell_name="lstm_cell")
             x, second = est.layers.gru(x, 3, LENGTHS, name="cell_1")
         return x, first, second
 
-    got, want = run_twice(lambda: [est.layers.LSTMCell(4), est.layers.GRUCell(3)], by_functions)
+    model, state = started(predicting(by_cells), SEQUENCES, mode="infer")
+    flat = {"/".join(p for p in name.split("/") if p != "multi_rnn_cell"): v for name, v in state.variables.items()}
+    other = est.transform(predicting(by_functions))
+    assert flat.keys() == other.abstract_init(SEQUENCES, mode="infer").variables.keys()
+    got = model.predict_step(state, SEQUENCES).predictions
+    want = other.predict_step(state._replace(variables=flat), SEQUENCES).predictions
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
     assert isinstance(got[1], est.layers.LSTMState) and not got[0][1, 3:].any()
 
 
-@pytest.mark.slow
 def test_a_cell_that_is_used_twice_has_its_variables_once():
     def body(x):
         cell = est.layers.GRUCell(3)

@@ -32,13 +32,17 @@ def apply(layers, x):
 
 
 def model_fn(features, labels, mode, params):
+    """Of a case. It has a variable of zeros beside the case's, whose gradient is that of the input."""
     case = params["case"]
-    output = apply(case["layers"], features)
-    if mode == est.ModeKeys.PREDICT:
-        return est.EstimatorSpec(mode, predictions=output)
+    x = features + est.get_variable("x", initializer=np.zeros_like(array(case["inputs"][0])))
+    output = apply(case["layers"], x)
     loss = jnp.mean(output * array(case["loss_weights"]))
-    train_op = est.Optimizer(optax.sgd(case["learning_rate"])).minimize(loss)
-    return est.EstimatorSpec(mode, predictions=output, loss=loss, train_op=train_op)
+    if mode != est.ModeKeys.TRAIN:
+        return est.EstimatorSpec(mode, output, loss)
+    optimizer = est.Optimizer(optax.sgd(case["learning_rate"]))
+    gradients = optimizer.compute_gradients(loss)
+    train_op = optimizer.apply_gradients([(gradient, name) for gradient, name in gradients if name != "x"])
+    return est.EstimatorSpec(mode, (output, {name: gradient for gradient, name in gradients}), loss, train_op)
 
 
 def assert_close(got, want, what):
@@ -47,9 +51,10 @@ def assert_close(got, want, what):
 
 def model_of(case):
     """A model, and its state with the case's values."""
+    x = array(case["inputs"][0])
     model = est.transform(model_fn, params={"case": case})
-    like = model.abstract_init(array(case["inputs"][0]))
-    variables = {name: array(value) for name, value in case["variables"].items()}
+    like = model.abstract_init(x)
+    variables = {"x": np.zeros_like(x)} | {name: array(value) for name, value in case["variables"].items()}
     assert {name: value.shape for name, value in like.variables.items()} == {
         name: value.shape for name, value in variables.items()
     }
@@ -59,43 +64,25 @@ def model_of(case):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", [name for name in CASES if name not in RECURRENT])
-def test_names_training_and_evaluation_match_tensorflow(name):
+def test_names_gradients_training_and_evaluation_match_tensorflow(name):
     case = CASES[name]
     model, state = model_of(case)
-    assert sorted(model.info(array(case["inputs"][0])).trainable) == sorted(case["trainable"])
+    assert sorted(model.info(array(case["inputs"][0])).trainable) == sorted([*case["trainable"], "x"])
     for step, (x, loss) in enumerate(zip(case["inputs"], case["losses"], strict=True)):
         state, spec = model.train_step(state, array(x))
         assert_close(spec.loss, loss, f"loss of step {step}")
         if step == 0:
-            assert_close(spec.predictions, case["output_train"], "output")
+            output, gradients = spec.predictions
+            assert_close(output, case["output_train"], "output")
+            assert_close(gradients.pop("x"), case["gradient_of_input"], "gradient of the input")
+            assert gradients.keys() == {*case["trainable"]}
+            for variable, gradient in gradients.items():
+                assert_close(gradient, case["gradients"][variable], f"gradient of {variable}")
     for variable, value in case["variables_after"].items():
         assert_close(state.variables[variable], value, variable)
     evaluated, wanted = model.eval_step(state, array(case["inputs"][0])), array(case["output_eval_after"])
     assert_close(evaluated.loss, np.mean(wanted * array(case["loss_weights"])), "evaluation")
     assert_close(model.predict_step(state, array(case["inputs"][0])).predictions, wanted, "prediction")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", [name for name in CASES if name not in RECURRENT])
-def test_gradients_match_tensorflow(name):
-    case = CASES[name]
-    _, state = model_of(case)
-    kinds = {name: name in case["trainable"] for name in case["variables"]}
-
-    def fn(features, labels, mode):
-        """Its variables are trained by the input's name too, so that the gradient of the input is one of those."""
-        x = est.get_variable("x", initializer=array(case["inputs"][0]))
-        loss = jnp.mean(apply(case["layers"], x) * array(case["loss_weights"]))
-        gradients = est.Optimizer(optax.sgd(1.0)).compute_gradients(loss)
-        return est.EstimatorSpec(mode, {name: g for g, name in gradients}, loss, est.TrainOp())
-
-    model = est.transform(fn)
-    start = state._replace(variables={"x": array(case["inputs"][0]), **state.variables}, slots={})
-    got = model.train_step(start, np.ones(1, np.float32))[1].predictions
-    assert_close(got.pop("x"), case["gradient_of_input"], "input")
-    assert got.keys() == {name for name, trainable in kinds.items() if trainable}
-    for variable, value in got.items():
-        assert_close(value, case["gradients"][variable], variable)
 
 
 @pytest.mark.quick
