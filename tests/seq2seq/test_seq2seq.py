@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from testing import refused
-from testing.towers import assert_close, predict, replicate, started
+from testing.towers import assert_same_training, predict, replicate, started
 
 import estimator as est
 from replicate import TowerOptimizer
@@ -133,23 +133,23 @@ def test_gradients_are_those_of_a_loop_written_out():
         loss = jnp.mean(outputs**2)
         return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(1.0)).minimize(loss))
 
-    models = [started(model_fn, X, params={"by_hand": by_hand}) for by_hand in (False, True)]
-    after = [model.train_step(models[0][1], X)[0].variables for model, _ in models]
-    assert after[0].keys() == models[1][1].variables.keys()
-    for name, value in after[0].items():
-        assert (value != models[0][1].variables[name]).any(), name
-        np.testing.assert_allclose(value, after[1][name], rtol=1e-5, atol=1e-6, err_msg=name)
+    model, state = started(model_fn, X, params={"by_hand": False})
+    written_out = est.transform(model_fn, {"by_hand": True})
+    assert state.variables.keys() == written_out.abstract_init(X).variables.keys()
+    after, wanted = (each.train_step(state, X)[0].variables for each in (model, written_out))
+    for name, value in after.items():
+        assert (value != state.variables[name]).any(), name
+        np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impute", [False, True])
-def test_greedy_decoding_ends_at_the_end_token(impute):
+def test_greedy_decoding_ends_at_the_end_token():
     def model_fn(features, labels, mode):
         cell, start = decoder_of(features, "luong", VOCABULARY)
         table = est.get_variable("table", (VOCABULARY, WIDTH))
         helper = est.seq2seq.GreedyEmbeddingHelper(table, jnp.zeros(BATCH, int), END)
         decoder = est.seq2seq.BasicDecoder(cell, helper, start)
-        outputs, _, lengths = est.seq2seq.dynamic_decode(decoder, impute_finished=impute, maximum_iterations=9)
+        outputs, _, lengths = est.seq2seq.dynamic_decode(decoder, impute_finished=True, maximum_iterations=9)
         return est.EstimatorSpec(mode, predictions=(outputs.sample_id, lengths))
 
     model = est.transform(model_fn)
@@ -164,7 +164,7 @@ def test_greedy_decoding_ends_at_the_end_token(impute):
             symbol = output.argmax()
             want.append(symbol)
         assert lengths[row] == len(want) and list(ids[row, : len(want)]) == want
-        assert not impute or not ids[row, len(want) :].any()
+        assert not ids[row, len(want) :].any()
     assert len({*np.asarray(lengths)}) > 1  # some end, at different steps
 
 
@@ -179,9 +179,8 @@ class Bigrams(est.layers.RNNCell):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weight", [0.0, 2.5])
-def test_a_beam_that_holds_all_sequences_ranks_them_as_brute_force_does(weight):
-    every = []
+def test_a_beam_that_holds_all_sequences_ranks_them_as_brute_force_does():
+    every, weight = [], 2.5
     for ids in itertools.product(range(3), repeat=STEPS):
         ids = ids[: ids.index(END) + 1] if END in ids else ids
         if ids not in [each for each, _ in every]:
@@ -210,9 +209,8 @@ def test_a_beam_that_holds_all_sequences_ranks_them_as_brute_force_does(weight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("coverage", [0.0, 0.4])
-def test_a_narrow_beam_takes_states_and_alignments_along(coverage):
-    beams, steps, weight = 3, 6, 0.8
+def test_a_narrow_beam_takes_states_and_alignments_along():
+    beams, steps, weight, coverage = 3, 6, 0.8, 0.4
 
     def model_fn(features, labels, mode):
         cell, start = decoder_of(features, "bahdanau", VOCABULARY, beams)
@@ -345,16 +343,10 @@ def test_towers_train_and_search_as_one_big_batch():
 
     x = {name: np.tile(value, (3, *(1,) * (value.ndim - 1)))[:8] for name, value in X.items()}
     y = RANDOM.integers(2, VOCABULARY, (8, 1))
-    results = []
-    for fn in (replicate(model_fn, 0), replicate(model_fn, 4)):
-        model, state = started(fn, x, y)
-        for _ in range(3):
-            state, _ = model.train_step(state, x, y)
-        spec = model.eval_step(state, x, y)
-        results.append(jax.device_get((state.variables, spec.loss, spec.predictions)))
-    assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    batches = jax.tree.map(lambda x: np.stack([x, x]), (x, y))
+    state = assert_same_training(model_fn, replicate(model_fn, 2), batches, rtol=1e-4, atol=1e-5)
     attention = "decode/decoder/attention_wrapper/"
-    assert set(results[0][0]) == {
+    assert set(state.variables) == {
         "table",
         "decode/memory_layer/kernel",
         "decode/decoder/projection/kernel",
