@@ -6,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 from testing import refused
-from testing.towers import assert_close, cpus, one_step, started
+from testing.towers import assert_close, cpus, one_step, replicate, started
 
 import estimator as est
 from estimator.canned._linear import linear_logits_fn
-from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate import TowerOptimizer, replicate_model_fn
 
 fc = est.feature_column
 RNG = np.random.default_rng(0)
@@ -53,7 +53,8 @@ def one_device(tmp_path_factory):
     dnn = classifier(tmp_path_factory.mktemp("one"))
     dnn.train(batches(10))
     rest = {name: column[:22] for name, column in FEATURES.items()}
-    return variables(dnn), dnn.evaluate(lambda: (rest, LABELS[:22])), rest, list(dnn.predict(lambda: rest))
+    evaluated, predicted = dnn.evaluate(lambda: (rest, LABELS[:22])), list(dnn.predict(lambda: rest))
+    return variables(dnn), evaluated, rest, predicted, dnn.model_dir
 
 
 def classifier(model_dir):
@@ -68,13 +69,13 @@ def classifier(model_dir):
 
 @pytest.mark.slow
 @pytest.mark.covers("11 the original's integration test")
-@pytest.mark.parametrize("distribution", VariableDistribution)
+@pytest.mark.parametrize("distribution", ["mirrored", "shared_round_robin"])
 def test_a_classifier_replicated_over_three_towers_matches_one_device(one_device, distribution, tmp_path):
     dnn = classifier(tmp_path)
     replicated = replicate_model_fn(dnn.model_fn, devices=cpus(3), variable_distribution=distribution)
     estimator = est.Estimator(replicated, dnn.model_dir)
     estimator.train(batches(10))
-    after, evaluated, rest, predicted = one_device
+    after, evaluated, rest, predicted, _ = one_device
     assert_close(variables(estimator), after)
     result = estimator.evaluate(lambda: (rest, LABELS[:22]))  # 22 rows do not divide by 3
     assert result == {name: pytest.approx(value, rel=2e-5) for name, value in evaluated.items()}
@@ -87,9 +88,9 @@ def test_a_classifier_replicated_over_three_towers_matches_one_device(one_device
 
 @pytest.mark.slow
 def test_a_network_starts_warm_from_another(one_device, tmp_path):
-    first = classifier(tmp_path / "first").train(batches(2))
-    dnn = est.DNNClassifier([4], COLUMNS, tmp_path / "second", weight_column="w", warm_start_from=first.model_dir)
-    assert_close(list(dnn.predict(lambda: FEATURES)), list(first.predict(lambda: FEATURES)))
+    _, _, rest, predicted, model_dir = one_device
+    dnn = est.DNNClassifier([4], COLUMNS, tmp_path, weight_column="w", warm_start_from=model_dir)
+    assert_close(list(dnn.predict(lambda: rest)), predicted)
 
 
 def test_towers_ask_for_a_wrapped_optimizer(tmp_path):
@@ -219,16 +220,42 @@ def combined(**kwargs):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("frozen", ["linear", "dnn"])
-def test_wide_and_deep_have_optimizers_of_their_own(frozen):
+def test_wide_and_deep_are_added_and_have_optimizers_of_their_own(frozen):
     estimator = est.DNNLinearCombinedClassifier(**combined(**{f"{frozen}_optimizer": sgd(0.0)}))
     model, before = started(estimator.model_fn, FEATURES, LABELS)
+    before.variables["linear/linear_model/kind/weights"] = weights = np.arange(6, dtype=np.float32)[:, None]
     after, spec = model.train_step(before, FEATURES, LABELS)
     moved = {name for name, value in after.variables.items() if np.any(value != before.variables[name])}
     assert moved and not any(name.startswith(f"{frozen}/") for name in moved)
     dnn = est.transform(est.DNNClassifier([3], [X], optimizer=sgd()).model_fn)
     part = {name: value for name, value in before.variables.items() if name.startswith("dnn/")}
-    alone = dnn.predict_step(before._replace(variables=part, slots={}), FEATURES)
-    np.testing.assert_allclose(spec.predictions["logits"], alone.predictions["logits"], rtol=1e-6)  # wide is still 0
+    alone = dnn.predict_step(before._replace(variables=part, slots={}), FEATURES).predictions["logits"]
+    np.testing.assert_allclose(spec.predictions["logits"], alone + weights[FEATURES["kind"]], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_wide_and_deep_on_towers_match_one_device():
+    optimizers = {"linear": est.train.FtrlOptimizer(0.2), "dnn": est.train.AdagradOptimizer(0.05)}
+    kwargs = combined(**{f"{name}_optimizer": TowerOptimizer(optimizer) for name, optimizer in optimizers.items()})
+    model_fn = est.DNNLinearCombinedClassifier(**kwargs).model_fn
+    (got, spec), (want, want_spec) = (one_step(fn, FEATURES, LABELS) for fn in (replicate(model_fn, 2), model_fn))
+    assert_close((got[:2], spec.loss), (want[:2], want_spec.loss))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["linear", "both"])
+def test_default_optimizers_are_those_of_tensorflow(kind):
+    """`tests/train/test_golden_optimizers.py` has their numbers."""
+    ftrl, adagrad = est.train.FtrlOptimizer, est.train.AdagradOptimizer
+    default, given = {
+        "linear": (est.LinearClassifier([X, KIND]), est.LinearClassifier([X, KIND], optimizer=ftrl(0.2))),
+        "both": [
+            est.DNNLinearCombinedClassifier(**combined(linear_optimizer=linear, dnn_optimizer=dnn))
+            for linear, dnn in ((None, None), (ftrl(0.005), adagrad(0.001)))
+        ],
+    }[kind]
+    got, want = (one_step(each.model_fn, FEATURES, LABELS)[0] for each in (default, given))
+    assert_close(got[:2], want[:2], rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -274,13 +301,12 @@ def test_an_optimizer_may_be_made_in_each_run(tmp_path):
     ],
 )
 def test_optimizers_by_name_make_tensorflows_first_step(name, step):
-    gradient = 0.5 - LABELS.mean()
-    linear = first_step(est.LinearClassifier([X, KIND], optimizer=name))
-    assert linear["linear/linear_model/bias_weights"] == pytest.approx(-step(gradient, 0.2), rel=1e-4)
-    baseline = first_step(est.BaselineClassifier(optimizer=name))
-    assert baseline["baseline/bias"] == pytest.approx(-step(gradient, 0.3), rel=1e-4)
-    dead = first_step(est.DNNClassifier([2], [X], optimizer=name, activation_fn=jnp.zeros_like))
-    assert dead["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
+    """The learning rate is that of the kind of model."""
+    estimator, variable, rate = {
+        "SGD": (est.LinearClassifier([X, KIND], optimizer="SGD"), "linear/linear_model/bias_weights", 0.2),
+        "Adam": (est.DNNClassifier([2], [X], optimizer="Adam", activation_fn=jnp.zeros_like), "dnn/logits/bias", 0.05),
+    }.get(name, (est.BaselineClassifier(optimizer=name), "baseline/bias", 0.3))
+    assert first_step(estimator)[variable] == pytest.approx(-step(0.5 - LABELS.mean(), rate), rel=1e-4)
 
 
 @pytest.mark.quick
