@@ -137,6 +137,11 @@ def test_minoring_and_majoring_bound_the_trapezoidal_area(curve):
     np.testing.assert_allclose(middle, (low + high) / 2, rtol=1e-5)
 
 
+def test_a_threshold_counts_what_is_strictly_above_it():
+    got = metrics.recall_at_thresholds(jnp.array([1, 1]), jnp.array([0.5, 0.75]), [0.5, 0.25])
+    assert got.result().tolist() == [0.5, 1.0]
+
+
 def test_a_class_without_rows_counts_in_mean_per_class_accuracy_but_not_in_mean_iou():
     labels = jnp.array([0, 1])
     assert metrics.mean_per_class_accuracy(labels, labels, 4).result() == 0.5
