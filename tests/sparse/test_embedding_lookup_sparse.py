@@ -83,36 +83,29 @@ def model_of(combiner, max_norm=None):
     return est.transform(model_fn)
 
 
-def looked_up(features, combiner, max_norm=None, table=TABLE):
-    model = model_of(combiner, max_norm)
-    state = model.init(jax.random.key(0), features, mode="infer")
-    spec = model.predict_step(state._replace(variables={"words": jnp.asarray(table)}), features)
-    return np.asarray(spec.predictions)
+def state_of(table=TABLE):
+    """Made without an init, which takes time to compile."""
+    return est.State({"words": table}, {}, np.int32(0), jax.random.key(0))
+
+
+def looked_up(features, combiner, max_norm=None):
+    return np.asarray(model_of(combiner, max_norm).predict_step(state_of(), features).predictions)
 
 
 # Values.
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["padded", "bcoo"])
 def test_tensorflow_documents_this_example(layout):
     table = np.arange(200, dtype=np.float32).reshape(10, 20)
     ids = np.array([[1, 3, -1, -1], [0, -1, -1, -1], [-1, -1, -1, 1]], np.int32)
     weights = np.array([[2.0, 0.5, 0, 0], [1, 0, 0, 0], [0, 0, 0, 3]], np.float32)
-    if layout == "padded":
-        features = {"ids": ids, "weights": weights}
-    else:
+    if layout == "bcoo":
         at = np.array([[0, 0], [0, 1], [1, 0], [2, 3]])
-        entries = [BCOO((x[tuple(at.T)], at), shape=ids.shape) for x in (ids, weights)]
-        if layout == "bcoo of rows":
-            entries = [x.update_layout(n_batch=1, on_inefficient=None) for x in entries]
-        features = dict(zip(("ids", "weights"), entries, strict=True))
-
-    def model_fn(features, labels, mode):
-        rows = est.embedding_lookup_sparse("t", features["ids"], features["weights"], initializer=jnp.asarray(table))
-        return est.EstimatorSpec(mode, predictions=rows)
-
-    result = predict(model_fn, features).predictions
+        ids, weights = (BCOO((x[tuple(at.T)], at), shape=x.shape) for x in (ids, weights))
+    model_fn = predicting(lambda x: est.embedding_lookup_sparse("t", x["ids"], x["weights"], initializer=table))
+    result = predict(model_fn, {"ids": ids, "weights": weights}).predictions
     want = [(table[1] * 2.0 + table[3] * 0.5) / (2.0 + 0.5), table[0] * 1.0 / 1.0, table[1] * 3.0 / 3.0]
     np.testing.assert_allclose(result, want, rtol=1e-6)
 
@@ -121,14 +114,13 @@ entries = st.tuples(st.integers(0, ROWS - 1), st.sampled_from([0.25, 0.5, 1.0, 2
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.lists(st.lists(entries, max_size=K), min_size=BATCH, max_size=BATCH),
-    weighted=st.booleans(),
-    combiner=st.sampled_from(COMBINERS),
-    max_norm=st.sampled_from([None, 0.5]),
+    options=st.sampled_from([("mean", None, True), ("sqrtn", 0.5, False), ("sum", None, False)]),
 )
-def test_ragged_ids_give_what_a_loop_gives_in_all_layouts(rows, weighted, combiner, max_norm):
+def test_ragged_ids_give_what_a_loop_gives_in_all_layouts(rows, options):
+    combiner, max_norm, weighted = options
     ids, weights = ragged(rows)
     weights = weights if weighted else None
     want = expected(TABLE, ids, weights, combiner, max_norm)
@@ -173,16 +165,15 @@ IDS, WEIGHTS = ragged([[(1, 2.0), (3, 0.5)], [], [(0, 1.0)], [(1, 3.0), (1, 0.25
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "combiner"), [*zip(LAYOUTS, COMBINERS, strict=True), ("padded", "mean")])
+@pytest.mark.parametrize(("layout", "combiner"), [*zip(LAYOUTS, COMBINERS, strict=True)])
 def test_weights_and_table_have_the_gradients_of_the_dense_computation(layout, combiner):
     model = model_of(combiner, 0.7)
     features = given_as(layout, IDS, WEIGHTS)
-    state = model.init(jax.random.key(0), features, mode="infer")
 
     def loss(table, weights):
         given = features["weights"]
         given = weights if layout == "padded" else BCOO((weights, given.indices), shape=given.shape)
-        spec = model.predict_step(state._replace(variables={"words": table}), {**features, "weights": given})
+        spec = model.predict_step(state_of(table), {**features, "weights": given})
         return jnp.sum(jnp.sin(spec.predictions * jnp.arange(1.0, 3.0)))
 
     def dense_loss(table, weights):
@@ -190,7 +181,7 @@ def test_weights_and_table_have_the_gradients_of_the_dense_computation(layout, c
 
     weights = features["weights"] if layout == "padded" else features["weights"].data
     rows, own = jax.grad(loss, (0, 1))(jnp.asarray(TABLE), jnp.asarray(weights))
-    want_rows, want = jax.grad(dense_loss, (0, 1))(jnp.asarray(TABLE), jnp.asarray(WEIGHTS))
+    want_rows, want = jax.jit(jax.grad(dense_loss, (0, 1)))(TABLE, WEIGHTS)
     np.testing.assert_allclose(rows, want_rows, rtol=1e-5, atol=1e-6)
     want = want if layout == "bcoo of rows" or layout == "padded" else jnp.pad(want[IDS >= 0], (0, np.sum(IDS < 0)))
     np.testing.assert_allclose(own, want, rtol=1e-5, atol=1e-6)
@@ -239,14 +230,14 @@ def trained(lookup, layout, towers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout, towers", [("bcoo", 1), *((layout, 4) for layout in LAYOUTS)])
-def test_training_with_sparse_gradients_equals_the_dense_one_on_towers(layout, towers):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_with_sparse_gradients_equals_the_dense_one_on_towers(layout):
     _, want = trained(dense_lookup, "padded", 1)
-    seen, got = trained(sparse_lookup, layout, towers)
+    seen, got = trained(sparse_lookup, layout, 4)
     assert_close(got, want, rtol=1e-5)
     assert isinstance(seen["words"], est.IndexedSlices) and seen["words"].dense_shape == TABLE.shape
     # Each tower has room for all entries of a BCOO, and their number is rounded up to a power of two.
-    slots = {"padded": BATCH // towers * K, "bcoo": 16, "bcoo of rows": BATCH // towers * 4}[layout]
+    slots = {"padded": K, "bcoo": 16, "bcoo of rows": 4}[layout]
     assert seen["words"].values.shape == (slots, WIDTH)
 
 

@@ -20,18 +20,7 @@ def slices(indices, shape=(6, 2), dtype=np.float32):
     return est.IndexedSlices(jnp.asarray(values), jnp.asarray(indices), shape)
 
 
-def expected(gradient, reduction):
-    """numpy: the rows that are named, in order, and the sum or the mean of each one's values."""
-    indices, values = np.asarray(gradient.indices), np.asarray(gradient.values)
-    rows = [row for row in np.unique(indices) if 0 <= row < gradient.dense_shape[0]]
-    reduce = {"sum": np.sum, "mean": np.mean}[reduction]
-    return rows, [reduce(values[indices == row], axis=0) for row in rows]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("compiled", "reduction"), [(False, "sum"), (True, "mean")], ids=["sum at once", "mean in a program"]
-)
 @pytest.mark.parametrize(
     "gradient",
     [
@@ -45,23 +34,21 @@ def expected(gradient, reduction):
     ],
     ids=["repeated", "padded", "bfloat16", "uint8", "all padding", "empty", "no rows"],
 )
-def test_each_row_comes_once_and_the_rest_is_padding(gradient, compiled, reduction):
-    def deduplicate(gradient):
-        return gradient.deduplicate(reduction)
-
-    got = (jax.jit(deduplicate) if compiled else deduplicate)(gradient)
-    rows, values = expected(gradient, reduction)
-    assert got.dense_shape == gradient.dense_shape
-    assert (got.values.shape, got.values.dtype) == (gradient.values.shape, gradient.values.dtype)
-    assert got.indices.shape == gradient.indices.shape
-    np.testing.assert_array_equal(got.indices[: len(rows)], rows)
-    assert (got.indices[len(rows) :] == gradient.dense_shape[0]).all()
-    np.testing.assert_allclose(
-        np.float32(got.values[: len(rows)]), np.float32(values).reshape(got.values[: len(rows)].shape), rtol=1e-2
-    )
-    assert not got.values[len(rows) :].any()
-    if reduction == "sum":
-        np.testing.assert_array_equal(got.to_dense(), gradient.to_dense())
+def test_each_row_comes_once_and_the_rest_is_padding(gradient):
+    given, dense = jax.device_get(gradient), gradient.to_dense()
+    rows = [row for row in np.unique(given.indices) if 0 <= row < given.dense_shape[0]]
+    once = jax.jit(lambda gradient: [gradient.deduplicate(reduction) for reduction in ("sum", "mean")])(gradient)
+    for got, reduce in zip(jax.device_get(once), (np.sum, np.mean), strict=True):
+        values = [reduce(given.values[given.indices == row], axis=0) for row in rows]
+        assert got.dense_shape == given.dense_shape
+        assert (got.values.shape, got.values.dtype) == (given.values.shape, given.values.dtype)
+        assert got.indices.shape == given.indices.shape
+        np.testing.assert_array_equal(got.indices[: len(rows)], rows)
+        assert (got.indices[len(rows) :] == given.dense_shape[0]).all()
+        there = np.float32(got.values[: len(rows)])
+        np.testing.assert_allclose(there, np.float32(values).reshape(there.shape), rtol=1e-2)
+        assert not got.values[len(rows) :].any()
+    np.testing.assert_array_equal(once[0].to_dense(), dense)
 
 
 def test_what_is_not_finite_in_padding_stays_there():
@@ -153,11 +140,9 @@ def gathered(model_fn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"lengths": (9, 9)}, {"lengths": (9, 30)}, {"two_losses": True}, {"accumulate_steps": 2}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"two_losses": True}, {"accumulate_steps": 2}], ids=str)
 def test_tables_that_share_their_ids_gather_them_once(options):
-    assert gathered(two_tables(**{"lengths": (20, 30)} | options)) == ["f32", "f32", "s32"]
+    assert gathered(two_tables((20, 30), **options)) == ["f32", "f32", "s32"]
 
 
 def test_tables_with_ids_of_their_own_gather_both():
@@ -166,11 +151,11 @@ def test_tables_with_ids_of_their_own_gather_both():
 
 @pytest.mark.slow
 def test_tables_that_share_their_ids_train_as_dense_ones_do():
-    assert_same_training(two_tables((9, 30), dense=True), replicate(two_tables((9, 30)), 8), batches())
+    assert_same_training(two_tables((9, 30), dense=True), replicate(two_tables((9, 30)), 4), batches())
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32])
 def test_an_id_that_does_not_fit_32_bits_is_no_row(dtype):
     far = np.array([1, 2**32 + 2 if np.dtype(dtype).itemsize == 8 else 2**32 - 1], dtype)
 
@@ -189,7 +174,7 @@ def test_an_id_that_does_not_fit_32_bits_is_no_row(dtype):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
 def test_a_sparse_gradient_by_narrow_indices_moves_each_row(dtype):
     def model_fn(features, labels, mode):
         est.get_variable("words", (300, 2), initializer=jax.nn.initializers.zeros)
