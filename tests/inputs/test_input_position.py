@@ -39,7 +39,7 @@ def test_looking_at_the_next_batch_changes_nothing(make):
 
 
 @given(peek=st.booleans(), n=st.integers(0, 12), before=st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("make", [plain, Numbers])
 def test_skipping_is_taking_and_dropping(make, peek, n, before):
     source = batches(make())
@@ -77,7 +77,7 @@ def test_only_an_iterator_with_both_methods_has_a_position():
             source.set_state({"next": 1})
 
 
-@pytest.mark.parametrize("taken", [0, 1, 4, 10])
+@pytest.mark.parametrize("taken", [0, 4, 10])
 @pytest.mark.parametrize("peek", [False, True])
 def test_the_position_counts_the_batches_taken_not_the_ones_looked_at(taken, peek):
     source = batches(Numbers())
@@ -144,7 +144,7 @@ def rows(batches):
     shuffle=st.booleans(),
     seed=st.one_of(st.none(), st.integers(0, 2**70)),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_rows_resume_exactly_where_they_were_cut_in_any_batch_size(n, sizes, epochs, cut, shuffle, seed):
     def make(batch_size, seed):
         return est.inputs.numpy_input_fn(np.arange(n), None, batch_size, epochs, shuffle, seed=seed)()

@@ -110,21 +110,25 @@ def sparse(tmp_path):
         yield BCOO((data, indices), shape=(ROWS, 2))
 
 
+ALIKE = [  # in shape and dtype, so that one program takes them
+    one_buffer,
+    a_ring,
+    lambda path: one_buffer(path, dtype=">f4"),
+    lambda path: map(ArrayLike, one_buffer(path)),
+    lambda path: map(OnlyDLPack, one_buffer(path)),
+    lambda path: (jnp.array(x) if i % 3 else x for i, x in enumerate(one_buffer(path))),
+    lambda path: refilled(np.memmap(path / "map", np.float32, "w+", shape=(ROWS, 2))),
+    read_only_views,
+    strided_views,
+]
 SOURCES = {
-    "one buffer": one_buffer,
-    "a ring": a_ring,
+    "all kinds": lambda path: itertools.chain.from_iterable(source(path) for source in ALIKE),
     "a large buffer": lambda path: one_buffer(path, (ROWS, 20_000)),
     "a wide buffer": lambda path: one_buffer(path, dtype=np.int64),
-    "the other byte order": lambda path: one_buffer(path, dtype=">f4"),
-    "array-likes": lambda path: map(ArrayLike, one_buffer(path)),
-    "dlpacks": lambda path: map(OnlyDLPack, one_buffer(path)),
-    "some of jax": lambda path: (jnp.array(x) if i % 3 else x for i, x in enumerate(one_buffer(path))),
     "tensors of torch": lambda path: refilled(pytest.importorskip("torch").zeros((ROWS, 2))),
-    "a memory map": lambda path: refilled(np.memmap(path / "map", np.float32, "w+", shape=(ROWS, 2))),
-    "read-only views": read_only_views,
-    "strided views": strided_views,
     "nested": nested,
 }
+REPEATS = {"all kinds": len(ALIKE)}
 TOTAL = sum(range(N))
 
 
@@ -135,18 +139,11 @@ def summed(estimator):
 @pytest.mark.quick
 @pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize(
-    "source, loop",
-    [
-        ("one buffer", 1),
-        ("one buffer", "auto"),
-        ("array-likes", 1),
-        ("nested", 1),
-        *((source, 7) for source in SOURCES),
-    ],
+    "source, loop", [("all kinds", 1), ("a wide buffer", "auto"), *((source, 7) for source in SOURCES)]
 )
 def test_training_sees_each_batch_as_it_was_yielded(tmp_path, source, loop):
     estimator = make(tmp_path / "m", summing, steps_per_loop=loop)
-    assert summed(estimator.train(functools.partial(SOURCES[source], tmp_path))) == TOTAL
+    assert summed(estimator.train(functools.partial(SOURCES[source], tmp_path))) == TOTAL * REPEATS.get(source, 1)
 
 
 @pytest.mark.quick
@@ -157,17 +154,15 @@ def test_evaluation_and_prediction_see_each_batch_as_it_was_yielded(tmp_path, so
     estimator.train(lambda: itertools.islice(input_fn(), 1))
     results = estimator.evaluate(input_fn)
     assert results["mean"] * N == results["loss"] * N == TOTAL
-    predicted = list(estimator.predict(input_fn, yield_single_examples=False))
-    assert [float(batch.mean()) for batch in predicted] == list(range(N))
-    assert [float(batch.max()) for batch in predicted] == list(range(N))  # those given out stay as they were
+    predicted, numbers = list(estimator.predict(input_fn, yield_single_examples=False)), [*range(N)]
+    numbers *= REPEATS.get(source, 1)
+    assert [float(batch.mean()) for batch in predicted] == numbers
+    assert [float(batch.max()) for batch in predicted] == numbers  # those given out stay as they were
 
 
 @pytest.mark.quick
 @pytest.mark.covers("1.6 a batch keeps its values")
-@pytest.mark.parametrize(
-    "source, loop, towers",
-    [("one buffer", 7, 1), ("one buffer", 1, 4), ("a large buffer", 7, 4), ("nested", 7, 2)],
-)
+@pytest.mark.parametrize("source, loop, towers", [("a large buffer", 7, 4), ("nested", 1, 2)])
 def test_towers_see_each_batch_as_it_was_yielded(tmp_path, source, towers, loop):
     estimator = make(tmp_path / "m", replicate(summing, towers), steps_per_loop=loop)
     input_fn = functools.partial(SOURCES[source], tmp_path)
@@ -175,16 +170,6 @@ def test_towers_see_each_batch_as_it_was_yielded(tmp_path, source, towers, loop)
     assert estimator.evaluate(input_fn)["mean"] * N == pytest.approx(TOTAL)
     predicted = estimator.predict(input_fn, yield_single_examples=False)
     assert [float(np.asarray(jax.tree.leaves(batch)[0]).mean()) for batch in predicted] == list(range(N))
-
-
-def test_train_and_evaluate_sees_each_batch_as_it_was_yielded(tmp_path):
-    estimator = make(tmp_path / "m", summing, save_checkpoints_steps=25)
-    results, _ = est.train_and_evaluate(
-        estimator,
-        est.TrainSpec(lambda: one_buffer(tmp_path), max_steps=N),
-        est.EvalSpec(lambda: a_ring(tmp_path), steps=None),
-    )
-    assert summed(estimator) == TOTAL and results["mean"] * N == TOTAL
 
 
 def test_sparse_features_are_taken_as_they_were_yielded(tmp_path):
@@ -333,7 +318,7 @@ def identity(features, labels, mode):
 @pytest.mark.covers("1.6 int64 and float64")
 @pytest.mark.parametrize(
     "verb, first, towers",
-    [("train", 0, 0), ("train", 3, 2), ("evaluate", 3, 0), ("evaluate", 0, 2), ("predict", 3, 0)],
+    [("train", 0, 0), ("train", 3, 2), ("evaluate", 3, 0), ("predict", 3, 0)],
 )
 def test_numbers_that_do_not_fit_end_every_verb(tmp_path, verb, first, towers):
     good, bad = {"ids": np.arange(4)}, {"ids": np.arange(4) + 2**32}
@@ -354,8 +339,7 @@ def test_numbers_of_est_inputs_that_do_not_fit_are_errors(tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("step", ["init", "train_step", "eval_step", "predict_step", "train_loop", "a stack"])
-def test_numbers_that_do_not_fit_are_errors_in_the_pure_steps(step):
+def test_numbers_that_do_not_fit_are_errors_in_the_pure_steps():
     good, bad = {"ids": np.arange(4)}, {"ids": np.arange(4) + 2**32}
     model = est.transform(identity)
     state = model.init(jax.random.key(0), good)
@@ -363,11 +347,11 @@ def test_numbers_that_do_not_fit_are_errors_in_the_pure_steps(step):
         "init": lambda x: model.init(jax.random.key(0), x),
         "train_loop": lambda x: model.train_loop(state, [x]),
         "a stack": lambda x: model.train_loop(state, ({"ids": x["ids"][None]}, None)),
-    }
-    call = calls.get(step, lambda x: getattr(model, step)(state, x))
-    call(good)
-    with pytest.raises(ValueError, match=TOO_LARGE_ID):
-        call(bad)
+    } | {name: functools.partial(getattr(model, name), state) for name in ("train_step", "eval_step", "predict_step")}
+    for call in calls.values():
+        call(good)
+        with pytest.raises(ValueError, match=TOO_LARGE_ID):
+            call(bad)
 
 
 def test_a_masked_array_is_an_error():

@@ -153,11 +153,11 @@ def masked_mean(features):
     return zeros("w") * jnp.where(mask, features["x"], 0).sum(1) / features["n"].astype(jnp.float32)
 
 
-def varying(n=60):
-    """Each batch has rows of lengths of its own."""
+def varying():
+    """Each batch has rows of a length of its own."""
     random = np.random.default_rng(0)
-    for _ in range(n):
-        rows = [random.normal(size=random.integers(1, 40)).astype(np.float32) for _ in range(4)]
+    for n in range(1, 13):
+        rows = [random.normal(size=n).astype(np.float32), *random.normal(size=(3, 1)).astype(np.float32)]
         yield {"x": rows}, np.array([row.mean() for row in rows])
 
 
@@ -171,20 +171,9 @@ def test_padding_compiles_few_programs_and_trains_the_same(tmp_path, compilation
         estimator.train(pad_batches(varying, multiple, lengths="n"))
         counts.append(len(compilations) - before)
         weights.append(float(estimator.get_variable_value("w")))
-        assert step_of(estimator) == 60
+        assert step_of(estimator) == 12
     assert weights[0] == pytest.approx(weights[1], rel=1e-5) and weights[0] > 0.01
     assert counts[1] <= counts[0] - 10
-
-
-def test_an_interrupted_run_resumes_with_the_same_batches(tmp_path):
-    x = np.arange(24, dtype=np.float32).reshape(8, 3) / 24
-    input_fn = pad_batches(
-        numpy_input_fn({"x": x}, x.mean(1), 2, num_epochs=None, shuffle=True, seed=1), 4, axes={"x": 1}, lengths="n"
-    )
-    whole = make(tmp_path / "whole", masked_mean).train(input_fn, steps=10)
-    make(tmp_path / "cut", masked_mean).train(input_fn, steps=3)
-    cut = make(tmp_path / "cut", masked_mean).train(input_fn, steps=7)
-    assert cut.get_variable_value("w") == whole.get_variable_value("w") > 0
 
 
 # Errors.

@@ -57,8 +57,7 @@ def test_records_come_in_order_and_batches_span_files_and_epochs(tmp_path, compr
     assert ids(dropped) == got[:9]
 
 
-@pytest.mark.parametrize("buffer_size", [1, 5, 100])
-@pytest.mark.parametrize("cycle_length", [1, 2, 9])
+@pytest.mark.parametrize("buffer_size, cycle_length", [(1, 2), (5, 1), (5, 9), (100, 2)])
 def test_a_shuffled_epoch_has_each_record_once_in_another_order(tmp_path, buffer_size, cycle_length):
     options = {"shuffle_buffer_size": buffer_size, "cycle_length": cycle_length, "num_epochs": 3}
     pattern = write(tmp_path)
@@ -174,7 +173,7 @@ def test_a_training_that_stopped_ends_as_one_that_did_not(tmp_path, strategy):
             est.Estimator(model_fn, config=config).train(input_fn, max_steps=max_steps)
         return values(est.Estimator(model_fn, config=config))
 
-    whole, parts = train("whole", 18), train("parts", 5, 11, 18)
+    whole, parts = train("whole", 18), train("parts", 11, 18)
     assert whole["global_step"] == 18 and bits(whole) == bits(parts)
 
 

@@ -78,14 +78,13 @@ def left_by_errors():
 @pytest.mark.usefixtures("left_by_errors")
 @pytest.mark.filterwarnings("ignore:coroutine 'ArrayHandler.metadata' was never awaited")
 @pytest.mark.parametrize("name", OF_A_CHECKPOINT)
-@pytest.mark.parametrize("reads", [READS, RUNS], ids=["reads", "runs"])
 @settings(max_examples=5, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_contents_of_a_checkpoint_are_read_or_an_error_that_names_it(trained, tmp_path_factory, reads, name, data):
+@given(data=st.data(), run=st.sampled_from(RUNS))
+def test_any_contents_of_a_checkpoint_are_read_or_an_error_that_names_it(trained, tmp_path_factory, name, data, run):
     path = shutil.copytree(trained, tmp_path_factory.mktemp("hostile"), dirs_exist_ok=True)
     reseal(Checkpoint(str(path / "ckpt-4")), name, data.draw(changed((path / "ckpt-4" / name).read_bytes())))
     assert est.checkpoints(path)[0].damage is None
-    for read in reads:
+    for read in (*READS, run):
         try:
             read(path)
         except (ValueError, SystemExit) as error:
@@ -98,11 +97,11 @@ def evaluate_once(path):
 
 EMPTY, CUT, LIST, DICT = TEXTS[:4]
 SMALL = {  # by file: what reads it, and contents that it tells apart
-    "eval/evaluated.json": (lambda path: evaluate(make(path), 4), [EMPTY, CUT, LIST, DICT]),
+    "eval/evaluated.json": (lambda path: evaluate(make(path), 4), [CUT, LIST, DICT]),
     "run_id.txt": (evaluate_once, [EMPTY, CUT]),
     "eval/metrics.csv": (evaluate_once, [EMPTY, CUT]),
-    "eval/history.jsonl": (evaluate_once, [EMPTY, CUT, LIST, DICT]),
-    "history.jsonl": (lambda path: make(path).train(endless, steps=1), [EMPTY, CUT, LIST, DICT]),
+    "eval/history.jsonl": (evaluate_once, [CUT, DICT]),
+    "history.jsonl": (lambda path: make(path).train(endless, steps=1), [EMPTY, LIST]),
 }
 
 
