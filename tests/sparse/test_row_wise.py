@@ -20,8 +20,6 @@ def every_second(step):
 TRANSFORMATIONS = {
     (RowRule.OWN_GRADIENT, Rule.EXACT): {
         "sgd": optax.sgd(optax.cosine_decay_schedule(0.1, 100)),
-        "adagrad": optax.inject_hyperparams(optax.adagrad)(0.1),
-        "sign_sgd": optax.sign_sgd(0.1),
         "clipped": optax.chain(optax.clip(1.0), optax.zero_nans(), optax.contrib.reduce_on_plateau(), optax.sgd(0.1)),
         "named": optax.named_chain(("mean", optax.centralize()), ("sgd", optax.sgd(0.1))),
         "labelled": optax.multi_transform({"a": optax.sgd(0.1), "b": optax.adam(0.1)}, {"words": "a", "w": "b"}),
@@ -36,16 +34,13 @@ TRANSFORMATIONS = {
         "else as it is": optax.conditionally_transform(optax.adagrad(0.1), every_second),
     },
     (RowRule.OWN_GRADIENT, Rule.MOMENTUM): {
-        "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
-        "momentum of adagrad": optax.chain(optax.scale_by_rss(), optax.sgd(0.1, momentum=0.9)),
-        "injected": optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(0.1), momentum=0.9),
+        "momentum": optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(0.1), momentum=0.9, nesterov=True),
     },
     (RowRule.ANY_STEP, Rule.MOMENTUM): {
         "schedule_free": optax.contrib.schedule_free_sgd(),
     },
     (RowRule.ANY_STEP, Rule.ROW_WISE): {
         "adam": optax.adam(0.1),
-        "rmsprop": optax.rmsprop(0.1),
         "decay": optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9)),
         "late": optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(lambda step: jnp.where(step > 500, 0.1, 0.0))),
         "multi_steps": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
