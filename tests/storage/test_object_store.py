@@ -114,17 +114,14 @@ def test_an_evaluator_reads_what_training_writes_and_removes(bucket):
 def test_a_run_killed_in_the_middle_of_uploads_resumes_to_the_same_bits(bucket, tmp_path):
     cluster, train = shared_cluster(), "testing.scenarios.object_store.train"
     killed, whole = f"{bucket}/killed", str(tmp_path / "whole")
-    viewer = scenario.make(killed)
-    for stop_at, left in [
-        ("ckpt-10/arrays/variables/w/0.0", [0]),
-        ("ckpt-20/commit_success.txt", [0, 10]),  # the last one
-    ]:
-        assert cluster.end(train, killed, stop_at, moment=(0, "uploading"))[0].code == -signal.SIGKILL
-        assert steps(killed) == left
-        for each in est.checkpoints(killed):
-            assert Checkpoint(each.path).read_all(["*"])
+    viewer, last_file = scenario.make(killed), "ckpt-20/commit_success.txt"
+    assert cluster.end(train, killed, last_file, moment=(0, "uploading"))[0].code == -signal.SIGKILL
+    assert steps(killed) == [0, 10]
+    for each in est.checkpoints(killed):
+        assert Checkpoint(each.path).read_all(["*"])
     assert viewer.latest_checkpoint() == f"{killed}/ckpt-10"
-    assert [cluster.run(train, each, processes=1)[0].code for each in (killed, whole)] == [0, 0]
+    assert cluster.run(train, killed, processes=1)[0].code == 0
+    scenario.train(whole)
     assert values(viewer) == values(scenario.make(whole))
     assert steps(killed) == steps(whole)
     rows = est.read_history(killed)
@@ -284,12 +281,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(bucket, errors):
     scenario.make(url).train(scenario.input_fn, max_steps=10)
     for name in ("_CHECKPOINT_METADATA", "arrays/variables/w/0.0"):
         contents = _files.read(f"{url}/ckpt-10/{name}")
-        damaged = contents[:-1] + bytes([contents[-1] ^ 1])
-        for there, step in ((damaged, 0), (contents, 10)):
-            _files.write(f"{url}/ckpt-10/{name}", there)
-            assert scenario.make(url).evaluate(scenario.eval_input_fn)["global_step"] == step
-        _files.write(f"{url}/ckpt-10/{name}", damaged)
-        assert scenario.make(url).get_variable_value("global_step") in (0, 10)
+        _files.write(f"{url}/ckpt-10/{name}", contents[:-1] + bytes([contents[-1] ^ 1]))
+        assert scenario.make(url).evaluate(scenario.eval_input_fn)["global_step"] == 0
         scenario.make(url).train(scenario.input_fn, max_steps=10)
         assert f"The checkpoint {url}/ckpt-10 is damaged: {name} does not have" in errors()[-1]
     assert len(errors()) == 2
