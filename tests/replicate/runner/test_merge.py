@@ -1,10 +1,7 @@
 """What towers return becomes what one would have returned: any tree, any metric; strings stay on the host."""
 
 import functools
-from typing import NamedTuple
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +12,6 @@ from testing.towers import assert_close, replicate, started
 
 import estimator as est
 from estimator.export import ClassificationOutput, PredictOutput, RegressionOutput
-from estimator.replication import PerPart
 from replicate import TowerOptimizer, tower_index
 
 TOWERS = [1, 3, 8]
@@ -63,53 +59,13 @@ def plain(mode, rows):
 
 @pytest.mark.slow
 @pytest.mark.covers("12 predict", "12 EVAL predictions", "13 17 add_metrics loses params; replicate_model_fn's limits")
-@pytest.mark.parametrize(
-    "towers, mode, rows",
-    [
-        *((1, "train", 24), (8, "train", 24), (3, "eval", 13), (8, "eval", 13)),
-        *((3, "infer", 13), (4, "infer", 2), (4, "infer", 8)),
-    ],
-)
+@pytest.mark.parametrize("towers, mode, rows", [(8, "train", 24), (3, "eval", 13), (3, "infer", 13), (4, "infer", 2)])
 def test_predictions_and_exports_match_one_tower_in_every_mode(towers, mode, rows):
     got, want = run(replicate(returning(exporting), towers), mode, values(rows)), plain(mode, rows)
     assert_close(got.predictions, want.predictions)
     assert_close(got.export_outputs, want.export_outputs)
     assert got.export_outputs["classify"].classes.shape == (rows,)
     assert got.export_outputs["named"].classes.tolist() == NAMES
-
-
-class Pair(NamedTuple):
-    first: object
-    second: object
-
-
-def trees(leaves):
-    return st.recursive(
-        leaves,
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
-            | st.builds(Pair, inner, inner)
-        ),
-        max_leaves=6,
-    )
-
-
-@hypothesis.given(st.sampled_from(TOWERS), st.integers(1, 3), trees(st.lists(st.integers(0, 3), max_size=2)))
-@hypothesis.settings(deadline=None, max_examples=50)
-def test_cutting_any_tree_into_towers_and_concatenating_is_the_tree(towers, rows, shapes):
-    count = iter(range(100))
-
-    def array(shape):
-        shape = (towers * rows, *shape)
-        return next(count) + np.arange(np.prod(shape)).reshape(shape)
-
-    is_shape = lambda x: isinstance(x, list) and all(isinstance(n, int) for n in x)  # noqa: E731
-    tree = jax.tree.map(array, shapes, is_leaf=is_shape)
-    cut = jax.tree.map(lambda x: x.reshape(towers, rows, *x.shape[1:]), tree)
-    merged = PerPart(predictions=cut).merge(towers).predictions
-    assert jax.tree.structure(merged) == jax.tree.structure(tree)
-    jax.tree.map(np.testing.assert_array_equal, merged, tree)
 
 
 @pytest.mark.quick
@@ -155,16 +111,18 @@ def test_one_device_takes_what_a_plain_run_takes():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: replicate(f, 2)], ids=["plain", "replicated"])
-@pytest.mark.parametrize("strings", [np.array(["a"] * 8), np.array([b"a"] * 4), np.array(["a", None]), np.str_("a")])
-def test_strings_among_predictions_and_exports_are_errors(strings, wrap):
+@pytest.mark.parametrize(
+    ("towers", "strings"),
+    [(0, np.array(["a"] * 8)), (2, np.array([b"a"] * 4)), (0, np.array(["a", None])), (2, np.str_("a"))],
+)
+def test_strings_among_predictions_and_exports_are_errors(strings, towers):
     message = r"must be an array of numbers, given one of dtype .*: return integer classes, and look up their names"
     predicted = returning(lambda features: {"predictions": {"x": features, "class": strings}})
     with pytest.raises(TypeError, match=r"predictions\['class'\] " + message):
-        run(wrap(predicted), "infer", values(8))
+        run(replicate(predicted, towers), "infer", values(8))
     exported = returning(lambda features: {"export_outputs": {"p": PredictOutput({"class": strings})}})
     with pytest.raises(TypeError, match=r"export_outputs\['p'\]\.outputs\['class'\] " + message):
-        run(wrap(exported), "infer", values(8))
+        run(replicate(exported, towers), "infer", values(8))
 
 
 @pytest.mark.parametrize("value", ["text", 0.5, [None, "text"]])
@@ -232,32 +190,17 @@ X = np.random.default_rng(3).normal(size=16).astype(np.float32) * 2
 
 @pytest.mark.slow
 @pytest.mark.covers("12 loss")
-@pytest.mark.parametrize("towers", [1, 3])
-def test_evaluate_merges_metrics_by_their_own_rule(tmp_path, towers):
-    estimator = est.Estimator(replicate(returning(measuring), towers), tmp_path)
+def test_evaluate_merges_metrics_by_their_own_rule(tmp_path):
+    estimator = est.Estimator(replicate(returning(measuring), 3), tmp_path)
     got = estimator.evaluate(lambda: [X[:13], X[13:]])
     assert_results(got, X)
     assert type(got["largest"]) is float and type(got["seen"]) is bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 8])
-def test_the_metrics_of_a_training_step_are_merged_too(towers):
+def test_the_metrics_of_a_training_step_are_merged_too():
     x = np.concatenate([X, X[:8] + 1])
-    assert_results(results(run(replicate(returning(measuring), towers), "train", x).eval_metric_ops), x)
-
-
-@pytest.fixture(scope="module")
-def four_towers(tmp_path_factory):
-    return est.Estimator(replicate(returning(measuring), 4), tmp_path_factory.mktemp("model"))
-
-
-@pytest.mark.slow
-@hypothesis.given(st.lists(st.sampled_from([3, 4]), min_size=1, max_size=5))
-@hypothesis.settings(deadline=None, max_examples=10)
-def test_evaluate_does_not_depend_on_how_the_rows_come_in_batches(four_towers, sizes):
-    x = values(sum(sizes))
-    assert_results(four_towers.evaluate(lambda: np.split(x, np.cumsum(sizes)[:-1])), x)
+    assert_results(results(run(replicate(returning(measuring), 8), "train", x).eval_metric_ops), x)
 
 
 def test_all_towers_are_one_traced_program_so_their_metrics_cannot_differ():
