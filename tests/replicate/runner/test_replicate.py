@@ -13,9 +13,8 @@ import estimator as est
 
 @pytest.mark.slow
 @pytest.mark.covers("12 returned fn")
-@pytest.mark.parametrize("towers", [1, 4])
-def test_a_replicated_model_fn_can_be_wrapped(towers):
-    inner = replicate(mlp_model_fn(optax.sgd(0.1)), towers)
+def test_a_replicated_model_fn_can_be_wrapped():
+    inner = replicate(mlp_model_fn(optax.sgd(0.1)), 4)
 
     def wrapped(features, labels, mode, params):
         spec = inner(features, labels, mode)
@@ -37,43 +36,11 @@ def test_a_replicated_model_fn_can_be_wrapped(towers):
     assert_close(spec.loss, 2 * want.loss)
 
 
-def test_a_wrapped_model_fn_predicts():
-    inner = replicate(tower_predictions, 4)
-
-    def wrapped(features, labels, mode):
-        spec = inner(features, labels, mode)
-        return spec._replace(predictions={"half": spec.predictions / 2}, export_outputs=None)
-
-    model = est.transform(wrapped)
-    x = np.arange(7, dtype=np.float32)
-    spec = model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x)
-    assert_close(spec.predictions, {"half": jnp.asarray(x)})
-    assert_close(spec.export_outputs["serving_default"].outputs, {"half": jnp.asarray(x)})
-
-
 tower_predictions = predicting(lambda x: est.get_variable("w", (), initializer=jax.nn.initializers.constant(2.0)) * x)
 
 
-def test_a_wrapper_may_train_variables_of_its_own():
-    inner = replicate(mlp_model_fn(optax.sgd(0.1)), 4)
-
-    def wrapped(features, labels, mode):
-        spec = inner(features, labels, mode)
-        loss = jnp.mean((zeros("bias") - labels) ** 2)
-        own = est.Optimizer(optax.sgd(0.5)).minimize(loss, var_list=["bias"])
-        return spec._replace(train_op=est.group(spec.train_op, own))
-
-    x, y = regression(8)
-    want, _ = one_step(mlp_model_fn(optax.sgd(0.1)), x[0], y[0])
-    state, _ = one_step(wrapped, x[0], y[0])
-    got = dict(state.variables)
-    np.testing.assert_allclose(got.pop("bias"), y[0].mean(), rtol=1e-5)
-    assert_close(got, want.variables)
-
-
-@pytest.mark.parametrize("towers", [1, 2])
-def test_a_scope_around_a_replicated_model_fn_prefixes_its_variables(towers):
-    inner = replicate(tower_predictions, towers)
+def test_a_scope_around_a_replicated_model_fn_prefixes_its_variables():
+    inner = replicate(tower_predictions, 2)
 
     def wrapped(features, labels, mode):
         with est.variable_scope("model"):
@@ -85,9 +52,8 @@ def test_a_scope_around_a_replicated_model_fn_prefixes_its_variables(towers):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers", [1, 2])
-def test_a_wrapper_that_minimizes_first_has_slots_of_its_own(towers):
-    inner = replicate(mlp_model_fn(optax.adam(0.1)), towers)
+def test_a_wrapper_that_minimizes_first_has_slots_of_its_own():
+    inner = replicate(mlp_model_fn(optax.adam(0.1)), 2)
 
     def wrapped(features, labels, mode):
         loss = jnp.mean((zeros("bias") - labels) ** 2)
@@ -98,12 +64,12 @@ def test_a_wrapper_that_minimizes_first_has_slots_of_its_own(towers):
     x, y = regression(8)
     state, _ = one_step(wrapped, x[0], y[0])
     assert set(state.slots) == {"optimizer", "optimizer_1"}
-    np.testing.assert_allclose(state.variables["bias"], y[0].mean(), rtol=1e-5)
+    want, _ = one_step(mlp_model_fn(optax.adam(0.1)), x[0], y[0])
+    assert_close(state.variables, {"bias": np.float32(y[0].mean()), **want.variables}, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("towers", [1, 4])
-def test_hooks_are_taken_once(towers):
+def test_hooks_are_taken_once():
     hook = est.Hook()
 
     def model_fn(features, labels, mode):
@@ -111,7 +77,7 @@ def test_hooks_are_taken_once(towers):
         return spec._replace(training_hooks=[hook], evaluation_hooks=[hook])
 
     x, y = regression(8, steps=1)
-    model, state = started(replicate(model_fn, towers), x[0], y[0])
+    model, state = started(replicate(model_fn, 4), x[0], y[0])
     _, trained = model.train_step(state, x[0], y[0])
     evaluated = model.eval_step(state, x[0][:7], y[0][:7])
     for spec in (trained, evaluated):
