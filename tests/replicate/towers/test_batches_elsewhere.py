@@ -16,7 +16,6 @@ CPUS = np.array(jax.devices("cpu"))
 ROWS = PartitionSpec("x")
 PLACES = {
     "one device": SingleDeviceSharding(CPUS[6]),
-    "another mesh": NamedSharding(Mesh(CPUS[:4], ("x",)), ROWS),
     "a larger mesh": NamedSharding(Mesh(CPUS, ("x",)), ROWS),
     "an explicit mesh": NamedSharding(
         Mesh(CPUS[:4].reshape(2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2), ROWS
@@ -33,10 +32,7 @@ def model_fn(features, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "distribution"),
-    [
-        *((place, "mirrored") for place in ("one device", "a larger mesh", "an explicit mesh")),
-        *((place, "shared_round_robin") for place in ("another mesh", "an explicit mesh")),
-    ],
+    [("one device", "mirrored"), ("an explicit mesh", "mirrored"), ("a larger mesh", "shared_round_robin")],
 )
 def test_a_batch_from_anywhere_is_moved_to_the_towers(place, distribution):
     model, state = started(replicate_model_fn(model_fn, devices=[*CPUS[:4]], variable_distribution=distribution), X)
@@ -71,7 +67,7 @@ def test_an_array_of_the_whole_batch_beside_the_rows_of_a_tower_is_explained(use
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("shape", [(8, 2), (8, -1), 16, (4, 4)])
+@pytest.mark.parametrize("shape", [(8, 2), 16])
 def test_a_shape_of_the_whole_batch_in_a_tower_is_explained(shape):
     def whole(features, mode):
         return model_fn(features.reshape(shape).reshape(-1, 2), mode)
