@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from testing.cross_tower import DTYPES, assert_sums, collectives, in_towers, random_arrays
 
 from replicate.cross_tower_ops import AllReduce, CollectiveAllReduce, MultiWorkerAllReduce
@@ -29,44 +27,8 @@ def test_every_algorithm_takes_the_sum_and_all_towers_have_the_same_bits(towers,
         assert_sums(sums, arrays)
 
 
-@pytest.mark.slow
-def test_two_hundred_small_arrays_are_summed_by_every_algorithm():
-    """An algorithm for each size, since many arrays in one program take long to compile."""
-    limits = [4 * (i + 1) for i in range(len(ALGORITHMS) - 1)]
-    op = MultiWorkerAllReduce([*zip(ALGORITHMS, [1, 2] * 3, [*limits, None], strict=True)], num_packs=2)
-    arrays = random_arrays(np.random.default_rng(0), 4, [(i % 7,) for i in range(200)], jnp.float32)
-    assert_sums(in_towers(op.sum_in_towers, 4)(arrays), arrays)
-
-
-@st.composite
-def sums(draw):
-    """An op, the number of towers, and arrays."""
-    algorithm = draw(st.sampled_from([*ALGORITHMS, "tree/psum"]))
-    packs, shards = draw(st.integers(0, 3)), draw(st.integers(1, 3))
-    max_bytes = 0 if packs else draw(st.integers(0, 40))
-    packing = {"num_packs": packs, "agg_small_grads_max_bytes": max_bytes, "agg_small_grads_max_group": 3}
-    spec = [("psum", 1, 16), (algorithm, shards, None)]
-    op = draw(st.sampled_from([AllReduce(algorithm, **packing), MultiWorkerAllReduce(spec, **packing)]))
-    shape = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-    kinds = draw(st.lists(st.tuples(shape, st.sampled_from(DTYPES)), max_size=6))
-    return op, draw(st.sampled_from([1, 2, 3, 4, 5, 8])), kinds
-
-
-@pytest.mark.slow
-@given(case=sums(), seed=st.integers(0, 99))
-@settings(max_examples=10, deadline=None)
-def test_any_arrays_in_any_packs_are_summed(case, seed):
-    op, towers, kinds = case
-    rng = np.random.default_rng(seed)
-    arrays = [random_arrays(rng, towers, [shape], dtype)[0] for shape, dtype in kinds]
-    if arrays:
-        assert_sums(in_towers(op.sum_in_towers, towers)(arrays), arrays)
-    else:
-        assert op.sum_in_towers([]) == []
-
-
-@pytest.mark.parametrize("towers", [3, 4])
-def test_what_is_not_finite_stays_so(towers):
+def test_what_is_not_finite_stays_so():
+    towers = 3
     values = np.ones((towers, 6), np.float32)
     values[0, 0], values[1, 1], values[:2, 2], values[-1, 5] = np.nan, np.inf, (np.inf, -np.inf), -np.inf
     ops = {name: AllReduce(name) for name in ALGORITHMS}
@@ -129,8 +91,8 @@ def lowered(op, towers, floats=FLOATS, ints=INTS):
 def test_every_vector_takes_the_collectives_of_its_algorithm(algorithm):
     for towers, expected in zip((4, 5, 8), PER_VECTOR[algorithm], strict=True):
         assert collectives(lowered(AllReduce(algorithm), towers, ints=()).as_text()) == expected
-        twice = {name: 2 * count for name, count in expected.items()}
-        assert collectives(lowered(AllReduce(algorithm, num_packs=2), towers, ints=()).as_text()) == twice
+    twice = {name: 2 * count for name, count in expected.items()}
+    assert collectives(lowered(AllReduce(algorithm, num_packs=2), 8, ints=()).as_text()) == twice
 
 
 @pytest.mark.quick
@@ -175,8 +137,10 @@ def replica_groups(text, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["psum/psum", "ring/tree", "recursive_halving_doubling/ring", "hierarchical"])
-@pytest.mark.parametrize("towers, processes", [(6, 3), (8, 2)])
+@pytest.mark.parametrize(
+    "algorithm, towers, processes",
+    [("psum/psum", 6, 3), ("ring/tree", 8, 2), ("recursive_halving_doubling/ring", 6, 2), ("hierarchical", 8, 2)],
+)
 def test_several_processes_take_the_same_sums(monkeypatch, algorithm, towers, processes):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     arrays = random_arrays(np.random.default_rng(0), towers, [(13,), ()], jnp.float32)
@@ -198,7 +162,7 @@ def test_one_process_has_nothing_to_sum_across():
     assert collectives(text) == {"all_reduce": 1}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
+@pytest.mark.parametrize("size", [1, 3])
 def test_small_groups_may_have_any_size_that_divides_the_towers(size):
     def fn(vector):
         return hierarchical(vector, [list(range(num_towers()))], size)
