@@ -50,20 +50,16 @@ def ended_in_time(pids, secs=10):
     return wait_until(lambda: not any(map(is_alive, pids)), secs=secs)
 
 
-def test_each_process_gets_its_number_and_the_lines_say_which_it_was(script, capsys, monkeypatch):
+def test_each_process_gets_its_number_and_one_address_and_the_lines_say_which_it_was(script, capsys, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_NUM_CPU_DEVICES"
+    names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_ADDRESS"
     path = script(f"print(*[os.environ[name] for name in {names}], sys.argv[1:])\nprint('warning', file=sys.stderr)")
     assert run("--processes", 3, "--devices-per-process", 2, path, "--steps", "10") == 0
     out, err = capsys.readouterr()
-    assert sorted(out.splitlines()) == [f"[{i}] {i} 3 2 ['--steps', '10']" for i in range(3)]
+    (address,) = {line.split()[4] for line in out.splitlines()}
+    assert address.startswith("localhost:")
+    assert sorted(out.splitlines()) == [f"[{i}] {i} 3 2 {address} ['--steps', '10']" for i in range(3)]
     assert sorted(err.splitlines()) == [f"[{i}] warning" for i in range(3)]
-
-
-def test_the_processes_of_one_start_have_one_address(script, capsys):
-    assert run("--processes", 3, script("print(os.environ['JAX_COORDINATOR_ADDRESS'])")) == 0
-    addresses = {line.split()[1] for line in capsys.readouterr().out.splitlines()}
-    assert len(addresses) == 1 and addresses.pop().startswith("localhost:")
 
 
 @pytest.mark.parametrize("given, shares", [((), ["0,1", "5,7"]), (("--devices-per-process", 1), ["0", "1"])])
