@@ -17,7 +17,6 @@ from testing.towers import (
     STEPS,
     assert_close,
     cpus,
-    reduced,
     regression,
     results,
     start_as,
@@ -27,13 +26,12 @@ from testing.towers import (
 
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
-from replicate.cross_tower_ops import AllReduce, CollectiveAllReduce, MultiWorkerAllReduce
+from replicate.cross_tower_ops import AllReduce, MultiWorkerAllReduce
 
 SERVER, ROUND_ROBIN = VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER, VariableDistribution.SHARED_ROUND_ROBIN
 WEIGHTED = {
     "weighted sum": est.Reduction.SUM,
     "weighted mean": est.Reduction.MEAN,
-    "mean of weighted": est.Reduction.SUM_OVER_BATCH_SIZE,
     "nonzero weights": est.Reduction.SUM_BY_NONZERO_WEIGHTS,
 }
 REDUCTIONS = testing.towers.REDUCTIONS | WEIGHTED
@@ -90,37 +88,41 @@ def scaled(runner):
     return runner._replace(options=options, slots=lambda slots: slots["optimizer"].inner)
 
 
-OPS = {  # and the number of towers
-    "ring": (AllReduce("ring"), 4),
-    "halving": (AllReduce("recursive_halving_doubling", num_packs=3), 3),
-    "tree": (AllReduce("tree", num_packs=0), 4),
-    "hierarchical": (AllReduce("hierarchical", num_packs=0, agg_small_grads_max_bytes=16), 4),
-    "scatter": (AllReduce("reduce_scatter_gather"), 4),
-    "two levels": (AllReduce("ring/psum", num_packs=2), 4),
-    "by size": (MultiWorkerAllReduce([("psum", 1, 16), ("ring", 2, None)], num_packs=1), 4),
-    "in chunks": (CollectiveAllReduce(2), 4),
-}
+# Sums by every algorithm are tested in cross_tower_ops, all reductions in test_replicate_train.py. Here each runner
+# has one case, by default that of a momentum and a mean. Where variables have other places than towers, the optimizer
+# is the mixed one.
 RUNNERS = {
-    **{f"{n} towers": towers(n) for n in (1, 3, 4, 8)},
+    "1 tower": towers(1),
+    "8 towers": towers(8),
     "sharded": towers(4, 0.25, variable_distribution=VariableDistribution.SHARDED),
     "server": towers(4, variable_distribution=SERVER),
     "round robin": towers(4, variable_distribution=ROUND_ROBIN),
-    **{name: towers(number, cross_tower_ops=ops) for name, (ops, number) in OPS.items()},
-    "sharded, ring": towers(
-        4, 0.25, variable_distribution=VariableDistribution.SHARDED, cross_tower_ops=AllReduce("ring", num_packs=2)
-    ),
+    "ring": towers(4, cross_tower_ops=AllReduce("ring")),
+    "by size": towers(4, cross_tower_ops=MultiWorkerAllReduce([("psum", 1, 16), ("ring", 2, None)], num_packs=1)),
     "2 of 4 devices": wide_towers(2, 4),
     "1 of 8 devices": wide_towers(1, 8),
     "3 of 2 devices, micro-batches, a loss scale": scaled(wide_towers(3, 2, accumulate_steps=4)),
     "1 tower, 3 micro-batches": towers(1, optimizer={"accumulate_steps": 3}),
     "2 towers, 2 micro-batches": towers(2, optimizer={"accumulate_steps": 2}),
-    "4 towers, 3 micro-batches, tree": towers(4, optimizer={"accumulate_steps": 3}, cross_tower_ops=OPS["tree"][0]),
-    "2 towers, a loss scale": scaled(towers(2)),
-    "4 towers on one device": on_one(4),
-    "hierarchical, on one device": on_one(4, cross_tower_ops=OPS["hierarchical"][0]),
+    "4 towers, 3 micro-batches, tree": towers(
+        4, optimizer={"accumulate_steps": 3}, cross_tower_ops=AllReduce("tree", num_packs=0)
+    ),
     "server, on one device": on_one(4, variable_distribution=SERVER, variable_device="cpu:0"),
-    "micro-batches, a loss scale, on one device": scaled(on_one(3, {"accumulate_steps": 2})),
+    "3 on one device, micro-batches": scaled(on_one(3, {"accumulate_steps": 2})),
 }
+CASES = {
+    "1 tower": ("slow sgd", "weighted sum"),
+    "8 towers": ("slow sgd", "weighted mean"),
+    "sharded": ("mixed", "mean"),
+    "server": ("mixed", "mean"),
+    "round robin": ("mixed", "mean"),
+    "2 of 4 devices": ("mixed", "mean"),
+    "1 tower, 3 micro-batches": ("adam", "nonzero weights"),
+    "2 towers, 2 micro-batches": ("slow sgd", "weighted sum"),
+    "4 towers, 3 micro-batches, tree": ("slow sgd", "weighted mean"),
+}
+QUICK = {"8 towers", "sharded", "server", "round robin", "ring", "2 of 4 devices", "2 towers, 2 micro-batches"}
+QUICK |= {"3 on one device, micro-batches"}
 
 
 def model_fn(features, labels, mode, *, optimizer, reduction, options):
@@ -147,7 +149,7 @@ def model_fn(features, labels, mode, *, optimizer, reduction, options):
     if reduction in WEIGHTED:
         loss = est.losses.mean_squared_error(labels, output, weights, WEIGHTED[reduction])
     else:
-        loss = reduced(losses, reduction)
+        loss = losses.mean()
     train_op = TowerOptimizer(OPTIMIZERS[optimizer](), **options).minimize(loss)
     metrics = {
         "error": est.metrics.mean(losses),
@@ -166,38 +168,12 @@ def on_one_device(optimizer, reduction):
     return start, *trained(model_fn_of_one, BATCHES, start)
 
 
-# What a loss is divided by, and how optimizers run, are apart in the code: so each runner has one case, by default that
-# of a momentum and a mean. Where variables have other places than towers, the optimizer is the mixed one.
-CASES = {
-    "1 towers": [("slow sgd", "sum")],
-    "3 towers": [("slow sgd", "weighted sum")],
-    "8 towers": [("slow sgd", "weighted mean")],
-    "sharded": [("mixed", "mean")],
-    "server": [("mixed", "mean"), ("slow sgd", "sum")],
-    "round robin": [("mixed", "mean")],
-    "2 of 4 devices": [("mixed", "mean")],
-    "halving": [("slow sgd", "sum")],
-    "tree": [("slow sgd", "nonzero weights")],
-    "in chunks": [("adam", "mean of weighted")],
-    "1 tower, 3 micro-batches": [("adam", "nonzero weights")],
-    "2 towers, 2 micro-batches": [("momentum", "mean"), ("slow sgd", "weighted sum")],
-    "4 towers, 3 micro-batches, tree": [("slow sgd", "weighted mean")],
-}
-QUICK = {"4 towers", "sharded", "server", "round robin", "ring", "2 of 4 devices", "4 towers on one device"}
-QUICK |= {"2 towers, 2 micro-batches"}
-
-
-def cases():
-    for runner in RUNNERS:
-        first, *others = ((runner, *case) for case in CASES.get(runner, [("momentum", "mean")]))
-        yield pytest.param(*first, marks=pytest.mark.quick if runner in QUICK else ())
-        yield from others
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("runner", "optimizer", "reduction"), [*cases()])
-def test_training_matches_one_device(runner, optimizer, reduction):
-    runner = RUNNERS[runner]
+@pytest.mark.parametrize(
+    "runner", [pytest.param(name, marks=pytest.mark.quick if name in QUICK else ()) for name in RUNNERS]
+)
+def test_training_matches_one_device(runner):
+    (optimizer, reduction), runner = CASES.get(runner, ("momentum", "mean")), RUNNERS[runner]
     model = functools.partial(model_fn, optimizer=optimizer, reduction=reduction, options={})
     replicated = runner.replicate(functools.partial(model, options=runner.options), reduction)
     start, want, want_steps = on_one_device(optimizer, reduction)
@@ -241,7 +217,6 @@ def by_steps(model_fn, batches):
 
 LAYERED = {
     "2 of 4 devices": RUNNERS["2 of 4 devices"],
-    "round robin, on one device": on_one(4, variable_distribution=ROUND_ROBIN),
     "sharded, ring, segments, micro-batches": towers(
         2,
         0.5,
@@ -250,7 +225,9 @@ LAYERED = {
         variable_distribution=VariableDistribution.SHARDED,
         cross_tower_ops=AllReduce("ring", num_packs=2),
     ),
-    "server, on_nan, a loss scale, checked": scaled(towers(2, on_nan="skip", check=True, variable_distribution=SERVER)),
+    "server, on one device, on_nan, a loss scale, checked": scaled(
+        on_one(4, on_nan="skip", check=True, variable_distribution=SERVER)
+    ),
 }
 
 
@@ -302,7 +279,6 @@ def test_no_layer_and_no_kind_of_runner_is_missing(monkeypatch):
     assert {name for each in given for name in each} == options - {"model_fn", "loss_reduction", "devices"} - {
         *("variable_device", "block_sync")  # of `server`, and of the test above
     }
-    assert {each.get("variable_distribution", "mirrored") for each in given} == {*VariableDistribution}
     of_optimizers = inspect.signature(TowerOptimizer).parameters.keys() - {"optimizer_or_fn", "name", "learning_rate"}
     assert {name for runner in LAYERED.values() for name in runner.options} == of_optimizers
 
@@ -322,8 +298,7 @@ def evaluated(replicated, rows):
     ("runner", "rows"),
     [
         ("8 towers", 1),
-        *((each, 7) for each in ("sharded", "round robin", "ring", "2 of 4 devices", "1 of 8 devices")),
-        ("4 towers on one device", 7),
+        *((each, 7) for each in ("round robin", "ring", "2 of 4 devices", "3 on one device, micro-batches")),
     ],
 )
 def test_evaluation_and_prediction_match_one_device(runner, rows):
