@@ -23,22 +23,29 @@ def initialized(body, *tower):
     return est.transform(made).init(jax.random.key(0), np.ones((2, 6), np.float32), mode="infer")
 
 
-@pytest.mark.quick
+ENTRY = "Each entry is None or 'part', and only one"
+
+
 @pytest.mark.parametrize(
-    ("partition", "error", "message"),
+    ("tower", "partition", "error", "message"),
     [
         (
+            (2, 4),
             "part",
             TypeError,
             r"`est.get_variable\('w'\)` needs a partition with None or 'part' for each dimension, such ",
         ),
-        ((None, "tower"), ValueError, r"got partition=\(None, 'tower'\). Each entry is None or 'part', and only one"),
-        (("part", "part"), ValueError, r"got partition=\('part', 'part'\). Each entry is None or 'part', and only one"),
-        ((None, None, "part"), ValueError, r"of 3 dimensions, for an array of shape \(6, 5\). Give one entry for each"),
-        (lambda x: "part", TypeError, "needs a partition with None or 'part' for each dimension"),
+        ((), (None, "tower"), ValueError, rf"got partition=\(None, 'tower'\). {ENTRY}"),
+        ((1, 1), ("part", "part"), ValueError, rf"got partition=\('part', 'part'\). {ENTRY}"),
+        (
+            (2, 4),
+            (None, None, "part"),
+            ValueError,
+            r"of 3 dimensions, for an array of shape \(6, 5\). Give one entry for each",
+        ),
+        ((), lambda x: "part", TypeError, "needs a partition with None or 'part' for each dimension"),
     ],
 )
-@pytest.mark.parametrize("tower", [(), (1, 1), (2, 4)])
 def test_a_partition_is_checked_with_and_without_towers(tower, partition, error, message):
     with pytest.raises(error, match=message):
         initialized(lambda x: x @ est.get_variable("w", (6, 5), partition=partition), *tower)
@@ -51,14 +58,13 @@ def test_a_pytree_needs_a_function():
         initialized(lambda x: x + est.get_variable("net", lambda key: {"a": jnp.ones(6)}, partition=("part",))["a"])
 
 
-@pytest.mark.parametrize("tower", [(1, 4), (2, 4)])
-def test_a_dimension_must_divide_by_the_devices_of_a_tower(tower):
+def test_a_dimension_must_divide_by_the_devices_of_a_tower():
     message = (
         r"`est.get_variable\('w'\)` cuts dimension 1 of an array of shape \(6, 10\) over the 4 devices of a tower, by "
         "which 10 does not divide. Make it a multiple of 4, cut another dimension, or choose another"
     )
     with pytest.raises(ValueError, match=message):
-        initialized(lambda x: x @ est.get_variable("w", (6, 10), partition=(None, "part")), *tower)
+        initialized(lambda x: x @ est.get_variable("w", (6, 10), partition=(None, "part")), 2, 4)
 
 
 def test_where_towers_are_narrow_any_dimension_will_do():
@@ -67,15 +73,14 @@ def test_where_towers_are_narrow_any_dimension_will_do():
 
 
 @pytest.mark.parametrize(
-    ("axis", "error", "message"),
+    ("tower", "axis", "error", "message"),
     [
-        (2, ValueError, r"`est.spread` got axis=2 for an array of shape \(2, 6\), which has the dimensions 0 to 1."),
-        (-3, ValueError, r"`est.spread` got axis=-3 for an array of shape \(2, 6\)"),
-        ("part", TypeError, "`est.spread` needs an integer as `axis`; got 'part'."),
-        (True, TypeError, "`est.spread` needs an integer as `axis`; got True."),
+        ((), 2, ValueError, r"got axis=2 for an array of shape \(2, 6\), which has the dimensions 0 to 1."),
+        ((1, 4), -3, ValueError, r"`est.spread` got axis=-3 for an array of shape \(2, 6\)"),
+        ((), "part", TypeError, "`est.spread` needs an integer as `axis`; got 'part'."),
+        ((1, 4), True, TypeError, "`est.spread` needs an integer as `axis`; got True."),
     ],
 )
-@pytest.mark.parametrize("tower", [(), (1, 4)])
 def test_spread_checks_the_axis_with_and_without_towers(tower, axis, error, message):
     with pytest.raises(error, match=message):
         initialized(lambda x: est.spread(x, axis), *tower)
