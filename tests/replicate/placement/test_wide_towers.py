@@ -29,8 +29,8 @@ def test_initial_values_match_one_device_to_the_bit_and_created_in_pieces():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("partition", "optimizer"),
-    [(("part",), optax.sgd(0.1)), ((None, "part"), optax.sgd(0.1)), (("part",), optax.adam(0.01, eps=1e-4))],
-    ids=["sparse, rows", "sparse, columns", "dense"],
+    [((None, "part"), optax.sgd(0.1)), (("part",), optax.adam(0.01, eps=1e-4))],
+    ids=["sparse, columns", "dense, rows"],
 )
 def test_lookups_in_a_table_that_is_cut(partition, optimizer):
     def loss_of(features, labels):
@@ -142,8 +142,8 @@ def bytes_on_first_device(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [("clipped_adam", {}), ("momentum", {"accumulate_steps": 3}), (optax.adafactor(0.1, min_dim_size_to_factor=8), {})],
-    ids=["clipped_adam", "micro_batches", "factored"],
+    [("clipped_adam", {"accumulate_steps": 3}), (optax.adafactor(0.1, min_dim_size_to_factor=8), {})],
+    ids=["clipped_adam, micro_batches", "factored"],
 )
 def test_no_device_has_a_variable_its_gradient_or_its_slots_whole_at_any_time(optimizer, options):
     """In a loop of steps, which holds all that a step does."""
@@ -179,11 +179,11 @@ def test_no_device_has_a_variable_whole_while_it_is_initialized_evaluated_or_pre
 @pytest.mark.slow
 def test_bytes_on_a_device_fall_by_the_devices_of_a_tower():
     x, y = (array[0] for array in batches(8))
-    model_fns = {str(parts): wide(2, parts, wide_mlp("adam")) for parts in (1, 2, 4)}
+    model_fns = {str(parts): wide(2, parts, wide_mlp("adam")) for parts in (1, 4)}
     states = [est.transform(each).init(jax.random.key(0), x, y) for each in model_fns.values()]
     state_bytes = [bytes_on_first_device((state.variables, state.slots)) for state in states]
     report = est.memory_report(model_fns, x, y)
-    for parts, mine in zip((1, 2, 4), state_bytes, strict=True):
+    for parts, mine in zip((1, 4), state_bytes, strict=True):
         assert state_bytes[0] / mine == pytest.approx(parts, rel=0.02)
         use = report[str(parts)]
         assert use.state == mine + 4 == use.donated  # and global_step
@@ -238,6 +238,7 @@ def test_checkpoints_are_read_by_towers_of_any_width_to_the_bit_and_an_export_ha
 def test_an_explanation_tells_towers_from_devices():
     x, y = (array[0] for array in batches(24))
     explanation = explain(wide(2, 4, wide_mlp("adam")), x, y)
+    assert explanation.placement.startswith("All towers have the variables and slots:")
     assert explanation.towers == ("cpu:0, cpu:1, cpu:2, cpu:3", "cpu:4, cpu:5, cpu:6, cpu:7")
     assert [each.tower_shape for each in explanation.batch] == [(12, 24), (12,)]
     where = {home.name: home.where for home in explanation.variables}
