@@ -14,7 +14,6 @@ from testing.towers import cpus, reduced
 # A gradient near 0 is all rounding, and adam's step would be all of it without an eps.
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "adam": lambda: optax.adam(0.02, eps=1e-3),
     "clipped_adam": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.02, eps=1e-3)),
 }
