@@ -2,9 +2,10 @@
 
 import ast
 import collections
-import functools
 import pathlib
 import re
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 MOST_MODULES = 20
@@ -72,7 +73,7 @@ def imports(path):
             yield from (alias.name for alias in node.names)
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def arrows():
     """What each module imports of the others."""
     return {name: {other for other in imports(path) if other in MODULES} - {name} for name, path in MODULES.items()}
@@ -91,18 +92,18 @@ def package(module):
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 
 
-def test_a_package_imports_only_what_is_below_it():
+def test_a_package_imports_only_what_is_below_it(arrows):
     wrong = [
         f"{module} imports {other}"
-        for module, others in arrows().items()
+        for module, others in arrows.items()
         for other in others
         if package(module) != package(other) and LEVEL[package(other)] >= LEVEL[package(module)]
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_there_is_no_import_circle():
-    waiting = {module: set(others) for module, others in arrows().items()}
+def test_there_is_no_import_circle(arrows):
+    waiting = {module: set(others) for module, others in arrows.items()}
     while free := [module for module, others in waiting.items() if not others]:
         for module in free:
             del waiting[module]
@@ -114,11 +115,11 @@ def test_there_is_no_import_circle():
 PUBLIC = re.compile(r"estimator(\.[a-z]\w*)*$")
 
 
-def test_replicate_uses_the_public_names_of_estimator_and_its_boundary_alone():
+def test_replicate_uses_the_public_names_of_estimator_and_its_boundary_alone(arrows):
     """`replicate.explain` looks into both packages, and says so."""
     wrong = [
         f"{module} imports {other}"
-        for module, others in arrows().items()
+        for module, others in arrows.items()
         if package(module).startswith("replicate") and package(module) != "replicate.explain"
         for other in others
         if other.startswith("estimator") and not PUBLIC.match(other)
