@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from testing.cross_tower import DTYPES, assert_sums, collectives, in_towers, random_arrays
 
 from replicate.cross_tower_ops import AllReduce, CollectiveAllReduce, MultiWorkerAllReduce
@@ -25,6 +27,33 @@ def test_every_algorithm_takes_the_sum_and_all_towers_have_the_same_bits(towers,
     by_name = program(arrays)
     for sums in by_name.values():
         assert_sums(sums, arrays)
+
+
+@st.composite
+def sums(draw):
+    """An op, the number of towers, and arrays."""
+    algorithm = draw(st.sampled_from([*ALGORITHMS, "tree/psum"]))
+    packs, shards = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    max_bytes = 0 if packs else draw(st.integers(0, 40))
+    packing = {"num_packs": packs, "agg_small_grads_max_bytes": max_bytes, "agg_small_grads_max_group": 3}
+    spec = [("psum", 1, 16), (algorithm, shards, None)]
+    op = draw(st.sampled_from([AllReduce(algorithm, **packing), MultiWorkerAllReduce(spec, **packing)]))
+    shape = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+    kinds = draw(st.lists(st.tuples(shape, st.sampled_from(DTYPES)), max_size=6))
+    return op, draw(st.sampled_from([1, 2, 3, 4, 5, 8])), kinds
+
+
+@pytest.mark.slow
+@given(case=sums(), seed=st.integers(0, 99))
+@settings(max_examples=10, deadline=None)
+def test_any_arrays_in_any_packs_are_summed(case, seed):
+    op, towers, kinds = case
+    rng = np.random.default_rng(seed)
+    arrays = [random_arrays(rng, towers, [shape], dtype)[0] for shape, dtype in kinds]
+    if arrays:
+        assert_sums(in_towers(op.sum_in_towers, towers)(arrays), arrays)
+    else:
+        assert op.sum_in_towers([]) == []
 
 
 def test_what_is_not_finite_stays_so():

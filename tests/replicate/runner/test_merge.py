@@ -1,7 +1,10 @@
 """What towers return becomes what one would have returned: any tree, any metric; strings stay on the host."""
 
 import functools
+from typing import NamedTuple
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ from testing.towers import assert_close, replicate, started
 
 import estimator as est
 from estimator.export import ClassificationOutput, PredictOutput, RegressionOutput
+from estimator.replication import PerPart
 from replicate import TowerOptimizer, tower_index
 
 TOWERS = [1, 3, 8]
@@ -66,6 +70,40 @@ def test_predictions_and_exports_match_one_tower_in_every_mode(towers, mode, row
     assert_close(got.export_outputs, want.export_outputs)
     assert got.export_outputs["classify"].classes.shape == (rows,)
     assert got.export_outputs["named"].classes.tolist() == NAMES
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def trees(leaves):
+    return st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+            | st.builds(Pair, inner, inner)
+        ),
+        max_leaves=6,
+    )
+
+
+@hypothesis.given(st.sampled_from([1, 3, 8]), st.integers(1, 3), trees(st.lists(st.integers(0, 3), max_size=2)))
+@hypothesis.settings(deadline=None, max_examples=50)
+def test_cutting_any_tree_into_towers_and_concatenating_is_the_tree(towers, rows, shapes):
+    count = iter(range(100))
+
+    def array(shape):
+        shape = (towers * rows, *shape)
+        return next(count) + np.arange(np.prod(shape)).reshape(shape)
+
+    is_shape = lambda x: isinstance(x, list) and all(isinstance(n, int) for n in x)  # noqa: E731
+    tree = jax.tree.map(array, shapes, is_leaf=is_shape)
+    cut = jax.tree.map(lambda x: x.reshape(towers, rows, *x.shape[1:]), tree)
+    merged = PerPart(predictions=cut).merge(towers).predictions
+    assert jax.tree.structure(merged) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, merged, tree)
 
 
 @pytest.mark.quick
@@ -201,6 +239,19 @@ def test_evaluate_merges_metrics_by_their_own_rule(tmp_path):
 def test_the_metrics_of_a_training_step_are_merged_too():
     x = np.concatenate([X, X[:8] + 1])
     assert_results(results(run(replicate(returning(measuring), 8), "train", x).eval_metric_ops), x)
+
+
+@pytest.fixture(scope="module")
+def four_towers(tmp_path_factory):
+    return est.Estimator(replicate(returning(measuring), 4), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.slow
+@hypothesis.given(st.lists(st.sampled_from([3, 4]), min_size=1, max_size=5))
+@hypothesis.settings(deadline=None, max_examples=10)
+def test_evaluate_does_not_depend_on_how_the_rows_come_in_batches(four_towers, sizes):
+    x = values(sum(sizes))
+    assert_results(four_towers.evaluate(lambda: np.split(x, np.cumsum(sizes)[:-1])), x)
 
 
 def test_all_towers_are_one_traced_program_so_their_metrics_cannot_differ():

@@ -39,6 +39,20 @@ def test_a_replicated_model_fn_can_be_wrapped():
 tower_predictions = predicting(lambda x: est.get_variable("w", (), initializer=jax.nn.initializers.constant(2.0)) * x)
 
 
+def test_a_wrapped_model_fn_predicts():
+    inner = replicate(tower_predictions, 4)
+
+    def wrapped(features, labels, mode):
+        spec = inner(features, labels, mode)
+        return spec._replace(predictions={"half": spec.predictions / 2}, export_outputs=None)
+
+    model = est.transform(wrapped)
+    x = np.arange(7, dtype=np.float32)
+    spec = model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x)
+    assert_close(spec.predictions, {"half": jnp.asarray(x)})
+    assert_close(spec.export_outputs["serving_default"].outputs, {"half": jnp.asarray(x)})
+
+
 def test_a_scope_around_a_replicated_model_fn_prefixes_its_variables():
     inner = replicate(tower_predictions, 2)
 

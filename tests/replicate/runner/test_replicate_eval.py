@@ -171,3 +171,18 @@ def test_a_state_trained_on_four_towers_is_evaluated_anywhere():
     want = four.eval_step(state, features, labels).loss
     for model in (plain("weighted_mean")[0], replicated("weighted_mean", 2)):
         assert_close(model.eval_step(host, features, labels).loss, want)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("where", [slice(0, 4), slice(4, 7), slice(0, 7), slice(1, 2)])
+def test_rows_of_weight_zero_anywhere(where):
+    features, labels = batch(7)
+    features = features | {"weight": np.ones(7, np.float32)}
+    features["weight"][where] = 0
+    got, want = (
+        model.eval_step(plain("weighted_mean")[1], features, labels)
+        for model in (replicated("weighted_mean", 4), plain("weighted_mean")[0])
+    )
+    assert_close(got.loss, want.loss)
+    metrics = [spec.eval_metric_ops["weighted_accuracy"].result() for spec in (got, want)]
+    np.testing.assert_allclose(*metrics, rtol=1e-6)

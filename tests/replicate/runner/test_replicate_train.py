@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testing.model_fns import minimizing, ones
-from testing.towers import STEPS, assert_close, assert_same_training, one_step, regression, replicate
+from testing.towers import STEPS, assert_close, assert_same_training, one_step, reduced, regression, replicate
 
 import estimator as est
 from replicate import TowerOptimizer
@@ -47,34 +47,49 @@ def over_rows(x):
     return x.reshape(x.shape[0], -1).mean(1)
 
 
-def tree_model_fn(features, labels, mode):
-    w = est.get_variable("w", lambda key: jax.tree.map(lambda x: jnp.ones(x.shape[1:]), features))
-    v = est.get_variable("v", lambda key: jax.tree.map(lambda x: jnp.ones(x.shape[1:]), labels))
-    outputs = jax.tree.map(lambda x, w: jnp.tanh(x * w), features, w)
-    score = sum(over_rows(leaf) for leaf in jax.tree.leaves(outputs))
+OPTIMIZERS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, momentum=0.9), "adagrad": optax.adagrad(0.1)}
 
-    def error(y, v):
-        return over_rows((score.reshape(-1, *(1,) * v.ndim) * v - y) ** 2)
 
-    losses = sum(jax.tree.leaves(jax.tree.map(error, labels, v)))
-    loss = losses.mean()
-    train_op = TowerOptimizer(optax.sgd(0.1, momentum=0.9)).minimize(loss)
-    metrics = {"mean_loss": est.metrics.mean(losses)}
-    predictions = (outputs, {"score": score})
-    return est.EstimatorSpec(mode, predictions, loss, train_op, metrics)
+def tree_model_fn(optimizer, reduction):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", lambda key: jax.tree.map(lambda x: jnp.ones(x.shape[1:]), features))
+        v = est.get_variable("v", lambda key: jax.tree.map(lambda x: jnp.ones(x.shape[1:]), labels))
+        outputs = jax.tree.map(lambda x, w: jnp.tanh(x * w), features, w)
+        score = sum(over_rows(leaf) for leaf in jax.tree.leaves(outputs))
+
+        def error(y, v):
+            return over_rows((score.reshape(-1, *(1,) * v.ndim) * v - y) ** 2)
+
+        losses = sum(jax.tree.leaves(jax.tree.map(error, labels, v)))
+        loss = reduced(losses, reduction)
+        train_op = TowerOptimizer(optimizer).minimize(loss)
+        metrics = {"mean_loss": est.metrics.mean(losses)}
+        predictions = (outputs, {"score": score})
+        return est.EstimatorSpec(mode, predictions, loss, train_op, metrics)
+
+    return model_fn
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None)
-@given(features=trees, labels=trees, towers=st.sampled_from([2, 3, 8]), rows=st.integers(1, 3), seed=st.integers(0, 99))
-def test_any_pytrees_of_features_and_labels(features, labels, towers, rows, seed):
+@settings(max_examples=10, deadline=None)
+@given(
+    features=trees,
+    labels=trees,
+    towers=st.sampled_from([1, 2, 3, 4, 8]),
+    rows=st.integers(1, 3),
+    reduction=st.sampled_from(["sum", "mean"]),
+    optimizer=st.sampled_from([*OPTIMIZERS]),
+    seed=st.integers(0, 99),
+)
+def test_any_pytrees_of_features_and_labels(features, labels, towers, rows, reduction, optimizer, seed):
     rng = np.random.default_rng(seed)
 
     def make(row):
         return rng.normal(size=(2, towers * rows, *row.shape)).astype(np.float32)
 
     batches = jax.tree.map(make, (features, labels))
-    assert_same_training(tree_model_fn, replicate(tree_model_fn, towers), batches, rtol=5e-5, atol=1e-5)
+    model_fn = tree_model_fn(OPTIMIZERS[optimizer], reduction)
+    assert_same_training(model_fn, replicate(model_fn, towers, reduction), batches, rtol=5e-5, atol=1e-5)
 
 
 # Weighted losses.

@@ -140,6 +140,22 @@ def test_gradients_through_every_collective_match_one_big_batch(towers, reductio
     assert_close(state.variables, dict.fromkeys(state.variables, want), rtol=1e-4)
 
 
+def test_each_tower_normalizes_by_its_own_rows_and_the_moving_averages_are_averaged():
+    def model_fn(features, labels, mode):
+        x = est.layers.batch_normalization(features, momentum=0.5)
+        loss = jnp.mean((x @ ones("w", (3,)) - labels) ** 2)
+        return est.EstimatorSpec(mode, x, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    x, y = regression(24)
+    model, state = started(replicate(model_fn, 4), x[0], y[0])
+    state, spec = model.train_step(state, x[0], y[0])
+    rows = x[0].reshape(4, 6, 3)
+    mean, variance = rows.mean(1, keepdims=True), rows.var(1, keepdims=True)
+    assert_close(spec.predictions, ((rows - mean) / np.sqrt(variance + 1e-3)).reshape(24, 3), rtol=1e-4, atol=1e-5)
+    assert_close(state.variables["batch_normalization/moving_mean"], 0.5 * mean.mean((0, 1)))
+    assert_close(state.variables["batch_normalization/moving_variance"], 0.5 + 0.5 * variance.mean((0, 1)))
+
+
 def test_variables_of_several_dtypes_train_together():
     def loss_of(features, labels):
         half = jnp.mean(features.astype(jnp.bfloat16) * ones("half", dtype=jnp.bfloat16))

@@ -12,6 +12,7 @@ from testing.towers import cpus, started
 
 import estimator as est
 from replicate import (
+    TOWER_AXIS,
     TowerOptimizer,
     cross_tower_mean,
     cross_tower_sum,
@@ -58,6 +59,19 @@ def test_outside_of_a_run_there_is_one_tower():
     assert cross_tower_mean(tree["a"]) is tree["a"]
 
 
+def test_sums_keep_shapes_and_dtypes():
+    def fn(x):
+        return cross_tower_sum({"half": x[0].astype(jnp.bfloat16), "ints": (x[1:3].astype(jnp.int32), x), "none": None})
+
+    x = np.arange(12, dtype=np.float32).reshape(2, 6)
+    got = jax.pmap(fn, axis_name=TOWER_AXIS, devices=jax.devices("cpu")[:2])(x)
+    assert got["half"].dtype == jnp.bfloat16 and got["half"].shape == (2,)
+    assert got["ints"][0].dtype == jnp.int32 and got["ints"][0].shape == (2, 2)
+    np.testing.assert_array_equal(got["ints"][1][0], x.sum(0))
+    np.testing.assert_array_equal(got["ints"][1][1], x.sum(0))
+    assert got["none"] is None
+
+
 def test_integers_have_no_mean():
     message = "`cross_tower_mean` cannot average integers; got int32. Use `cross_tower_sum`, or convert them to floats."
     with pytest.raises(TypeError, match=re.escape(message)):
@@ -92,6 +106,15 @@ def test_draws_differ_by_call_step_and_tower():
     draws = draws_of(noise_model(4))
     values = np.concatenate([step[name] for step in draws for name in ("first", "second", "named")])
     assert len(np.unique(values)) == 2 * 3 * len(ROWS)
+
+
+@pytest.mark.slow
+def test_draws_are_the_same_in_every_run_with_the_same_seed():
+    (first, *_), (again, *_) = (draws_of(noise_model(2)) for _ in range(2))
+    (other, *_) = draws_of(noise_model(2), seed=1)
+    for name, draw in first.items():
+        np.testing.assert_array_equal(draw, again[name])
+        assert (draw != other[name]).all()
 
 
 @pytest.mark.slow
@@ -134,3 +157,17 @@ def test_initial_values_are_the_same_for_all_numbers_of_towers():
         ):
             np.testing.assert_array_equal(one, other)
             assert one.dtype == other.dtype
+
+
+def test_the_global_step_is_the_same_in_every_tower():
+    def model_fn(features, labels, mode):
+        w = ones("w")
+        step = jnp.broadcast_to(est.global_step(), features.shape)
+        loss = jnp.mean(w * features)
+        return est.EstimatorSpec(mode, step, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    model, state = started(replicate_model_fn(model_fn, devices=cpus(4)), ROWS)
+    state, first = model.train_step(state, ROWS)
+    _, second = model.train_step(state, ROWS)
+    np.testing.assert_array_equal(first.predictions, np.zeros(8))
+    np.testing.assert_array_equal(second.predictions, np.ones(8))
