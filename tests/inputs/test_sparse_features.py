@@ -268,7 +268,7 @@ def test_a_model_that_began_with_dense_batches_pads_the_sparse_ones():
     assert model_fn.traces == traces
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 def test_an_estimator_is_the_same_with_sparse_batches(tmp_path):
     sizes = [(8, 9, 0), (8, 3, 1), (8, 20, 2), (8, 9, 3), (8, 1, 4)]
     results = []
