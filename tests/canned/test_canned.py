@@ -367,7 +367,6 @@ def test_a_large_table_has_a_sparse_gradient_though_its_zeros_are_counted():
     assert spec.reported["linear/fraction_of_zero_weights"].value == 1
 
 
-HEAD = est.RegressionHead()
 REFUSED = {
     ValueError: [
         (lambda: est.DNNClassifier([3], [X], n_classes=1), "n_classes must be > 2: 1"),

@@ -18,7 +18,6 @@ from estimator.export import ClassificationOutput, PredictOutput, RegressionOutp
 from estimator.replication import PerPart
 from replicate import TowerOptimizer, tower_index
 
-TOWERS = [1, 3, 8]
 NAMES = ["cat", "dog", "owl"]
 
 
