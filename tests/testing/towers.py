@@ -14,6 +14,7 @@ OPTIMIZERS = {
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "adam": lambda: optax.adam(0.02),
     "adamw": lambda: optax.adamw(0.02),
+    "adagrad": lambda: optax.adagrad(0.1),
     "clipped_adam": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.02)),
 }
 REDUCTIONS = {"sum": est.Reduction.SUM, "mean": est.Reduction.SUM_OVER_BATCH_SIZE}

@@ -12,7 +12,7 @@ from testing.model_fns import minimizing, ones, zeros
 from testing.towers import OPTIMIZERS, assert_close, cpus, mlp_model_fn, regression, replicate
 
 import estimator as est
-from replicate import BlockSync, TowerOptimizer, bmuf, replicate_model_fn
+from replicate import BlockSync, TowerOptimizer, bmuf, num_towers, replicate_model_fn, tower_index
 
 GOLDEN = [
     case
@@ -419,3 +419,17 @@ def test_an_outer_optimizer_keeps_the_dtypes_of_its_state():
     (velocity,) = (leaf for leaf in jax.tree.leaves(state_of_blocks(state).outer) if leaf.dtype == jnp.bfloat16)
     assert np.any(velocity)
     assert state.variables["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.slow
+def test_towers_have_random_numbers_and_an_index_of_their_own():
+    def loss_of(features, labels):
+        noise = jax.random.normal(est.make_rng(), (3,)) + tower_index().astype(jnp.float32) * num_towers()
+        return -jnp.sum(zeros("w", (3,)) * noise) + 0.0 * features.sum()
+
+    model_fn = minimizing(loss_of, optax.sgd(1.0))
+    x = np.ones((3, 4, 1), np.float32)
+    batches = (x, None)
+    apart, _ = trained(blocks(model_fn, 4, BlockSync(3, optax.sgd(1.0))), batches)
+    together, _ = trained(est.transform(replicate(model_fn, 4)), batches)
+    assert_close(apart.variables, together.variables)  # the gradients do not depend on the variables

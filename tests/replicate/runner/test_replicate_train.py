@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testing.model_fns import minimizing, ones
-from testing.towers import STEPS, assert_close, assert_same_training, one_step, reduced, regression, replicate
+from testing.towers import (
+    OPTIMIZERS,
+    STEPS,
+    assert_close,
+    assert_same_training,
+    one_step,
+    reduced,
+    regression,
+    replicate,
+)
 
 import estimator as est
 from replicate import TowerOptimizer
@@ -47,9 +56,6 @@ def over_rows(x):
     return x.reshape(x.shape[0], -1).mean(1)
 
 
-OPTIMIZERS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, momentum=0.9), "adagrad": optax.adagrad(0.1)}
-
-
 def tree_model_fn(optimizer, reduction):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", lambda key: jax.tree.map(lambda x: jnp.ones(x.shape[1:]), features))
@@ -78,7 +84,7 @@ def tree_model_fn(optimizer, reduction):
     towers=st.sampled_from([1, 2, 3, 4, 8]),
     rows=st.integers(1, 3),
     reduction=st.sampled_from(["sum", "mean"]),
-    optimizer=st.sampled_from([*OPTIMIZERS]),
+    optimizer=st.sampled_from(["sgd", "momentum", "adagrad"]),
     seed=st.integers(0, 99),
 )
 def test_any_pytrees_of_features_and_labels(features, labels, towers, rows, reduction, optimizer, seed):
@@ -88,7 +94,7 @@ def test_any_pytrees_of_features_and_labels(features, labels, towers, rows, redu
         return rng.normal(size=(2, towers * rows, *row.shape)).astype(np.float32)
 
     batches = jax.tree.map(make, (features, labels))
-    model_fn = tree_model_fn(OPTIMIZERS[optimizer], reduction)
+    model_fn = tree_model_fn(OPTIMIZERS[optimizer](), reduction)
     assert_same_training(model_fn, replicate(model_fn, towers, reduction), batches, rtol=5e-5, atol=1e-5)
 
 
