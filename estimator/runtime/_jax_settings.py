@@ -27,6 +27,7 @@ _DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
 _TRACED_FOR: Callable[[Any], tuple[object, ...]] = operator.attrgetter(
     *[f"jax_{name}" for name in _SETTINGS], *_DEBUGGING
 )
+_GUARDS_OF: Callable[[Any], tuple[object, ...]] = operator.attrgetter(*[f"jax_{name}" for name in _GUARDS])
 
 
 def settings_of_this_thread() -> tuple[object, ...]:
@@ -58,9 +59,14 @@ def with_settings_of_this_thread(call: Callable[..., T]) -> Callable[..., T]:
 def without_mesh_and_guard() -> Iterator[None]:
     """Sets no mesh within the block, and allows transfers: placements say where arrays are, and batches come from the
     host."""
-    # Without a mesh nothing is set: jax traces again where a mesh is set, even if there is none in it.
+    # Where there are none, nothing is set: it takes as long as a small batch, and jax traces again where a mesh was set,
+    # even if there is none in it.
+    is_guarded = any(value not in (None, "allow") for value in _GUARDS_OF(jax.config))
     is_set = not jax.sharding.get_abstract_mesh().empty
-    with jax.transfer_guard("allow"), jax.set_mesh(None) if is_set else contextlib.nullcontext():
+    with (
+        jax.transfer_guard("allow") if is_guarded else contextlib.nullcontext(),
+        jax.set_mesh(None) if is_set else contextlib.nullcontext(),
+    ):
         yield
 
 
