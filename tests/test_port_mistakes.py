@@ -48,7 +48,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 def test_a_global_step_given_to_an_optimizer_changes_nothing():
     """All calls in one step, each of an optimizer with its share of the rate."""
 
@@ -76,7 +76,7 @@ def ported_metrics(features, labels):
     return metrics, {"accuracy": accuracy[1], "auc": update, "f1": f1}
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "towers", "accumulate_steps"),
     [("train", 4, 1), ("train", 2, 2), ("eval", 4, 1)],

@@ -89,6 +89,7 @@ def test_statistics_of_a_tower_s_rows_are_named_by_variable_and_number_of_towers
     assert hint.endswith("as in a batch norm, needs `cross_tower_mean`.")
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_the_mean_of_means_is_named_where_rows_remain():
     with pytest.raises(AssertionError, match=r"2 .* in the evaluation of 7 rows:\n  the metric 'm': \S+ in 2 towers, "):
         match(model(metric=lambda output: est.metrics.mean(output.mean())))

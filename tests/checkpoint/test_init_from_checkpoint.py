@@ -132,6 +132,7 @@ def test_it_works_in_towers_wherever_variables_are(options, want):
     assert np.isfinite(spec.loss)
 
 
+@pytest.mark.slow
 def test_training_resumes_from_its_own_checkpoint_and_needs_the_file_no_more(tmp_path, npz):
     path = npz(kernel=there("dense/kernel"), bias=there("dense/bias"))
     model_fn = model_of(path, {"/": "new/dense/"})

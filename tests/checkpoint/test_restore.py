@@ -65,6 +65,7 @@ def test_an_evaluation_has_the_state_of_its_checkpoint_whatever_another_thread_e
     assert times_called == [first]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_kind_of_random_keys_is_evaluated_and_training_names_the_setting(tmp_path):
     with jax.default_prng_impl("rbg"):
         trained = make(tmp_path).train(endless, steps=2)

@@ -212,6 +212,7 @@ def test_training_resumes_from_its_own_checkpoint(tmp_path, source):
     assert again.warm_start_report is None
 
 
+@pytest.mark.slow
 @pytest.mark.covers("8 when")
 def test_evaluation_and_prediction_start_warm_only_without_a_checkpoint(tmp_path, source):
     want, rows = source.evaluate(batches), list(source.predict(batches))
@@ -250,7 +251,6 @@ def test_extended_estimators_start_warm_too(tmp_path, source, caplog):
 # Towers.
 
 
-@pytest.mark.quick
 @pytest.mark.slow
 @pytest.mark.covers("8 differences")
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_wrapped_estimators_are_exported_too(estimator, tmp_path):
     assert sorted(est.load_exported(path)(ANY)) == ["hot", "logits", "x"]
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 def test_a_model_in_segments_is_exported_for_any_number_of_rows(tmp_path):
     def predict(features):
         w = est.get_variable("w", (3, 4))

@@ -135,6 +135,7 @@ def test_outputs_have_the_operations_weights_and_features_they_need(
     assert all(x["shape"][0] == "b" for name, x in described.items() if name != "mean")
 
 
+@pytest.mark.slow
 def test_a_part_of_a_replicated_model_fn_is_exported_for_one_device(estimator, tmp_path):
     placed = VariableDistribution.SHARED_ROUND_ROBIN
     replicated = replicate_model_fn(model_fn, devices=cpus(4), variable_distribution=placed)

@@ -78,6 +78,7 @@ def test_binary_metrics_match_scikit_learn(w, sk):
     assert result == {name: close(value) for name, value in expected.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.covers("11 BinaryClassHead")
 def test_the_baseline_takes_the_more_frequent_class_of_all_batches():
     head = est.BinaryClassHead()
@@ -451,7 +452,7 @@ def shown(spec):
     return {name: report.as_value() for name, report in jax.device_get(spec.reported).items()}
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.covers("11 heads' summaries in TRAIN: loss/<head>")
 @pytest.mark.parametrize("reduction", ["weighted_sum_over_batch_size", "weighted_sum"])
 def test_training_shows_the_loss_of_each_head_and_of_regularization(reduction):

@@ -283,7 +283,7 @@ def test_an_estimator_is_the_same_with_sparse_batches(tmp_path):
     assert_close(results[1], results[0])
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 def test_programs_of_several_steps_serve_batches_of_unlike_buckets(tmp_path, compilations):
     model_fn = Linear()
     config = est.RunConfig(steps_per_loop=2)

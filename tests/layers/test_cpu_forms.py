@@ -110,7 +110,7 @@ def test_a_transposed_convolution_has_the_numbers_and_gradients_of_xla(form, win
     assert_same_with_gradients(ours, functools.partial(transposed_by_xla, **window), x, kernel)
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, form", [(jnp.bfloat16, ADDED), (jnp.float16, GATHERED)])
 def test_a_transposed_convolution_rounds_half_precision_once(dtype, form):
     filters, channels = form

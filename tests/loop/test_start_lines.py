@@ -99,7 +99,7 @@ def test_what_is_new_is_said_once(tmp_path, messages):
     ]
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 def test_a_run_that_resumes_on_another_number_of_towers_says_so(tmp_path, messages):
     for run in (towers(2), towers(2), model_fn, towers(["cpu:0"] * 4)):
         make(str(tmp_path), run).train(endless, steps=1)

@@ -118,6 +118,7 @@ def test_no_row_is_compared_with_every_threshold():
     assert max(variable.aval.size for equation in jaxpr.eqns for variable in equation.outvars) < 200 * 1000
 
 
+@pytest.mark.slow
 def test_sums_of_a_group_keep_their_digits():
     weights = np.full(300_000, 0.1, np.float32)
     area = metrics.auc(np.ones(300_000), np.full(300_000, 0.5, np.float32), weights)
@@ -125,6 +126,7 @@ def test_sums_of_a_group_keep_their_digits():
     np.testing.assert_allclose([area.true_positives[0], iou.confusion[0, 0]], 30_000, rtol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curve", ["ROC", "PR"])
 def test_minoring_and_majoring_bound_the_trapezoidal_area(curve):
     rng = np.random.default_rng(1)

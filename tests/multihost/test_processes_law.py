@@ -23,7 +23,7 @@ def run_both(function, folder):
     return said_by(shared_cluster().ended())
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 def test_steps_of_two_processes_equal_the_steps_of_one(folder):
     run_both("testing.scenarios.team.transformed", folder)
     for name in ("mirrored", "sharded", "skipped"):

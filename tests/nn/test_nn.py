@@ -315,7 +315,7 @@ def test_a_mask_without_a_length_is_as_long_as_the_longest():
     assert est.nn.sequence_mask(jnp.array([[2], [0]])).tolist() == [[[True, True]], [[False, False]]]
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_lengths_may_be_integers_of_any_size_under_x64(dtype):
     with jax.enable_x64(True):

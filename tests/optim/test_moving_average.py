@@ -113,7 +113,7 @@ RUNS = {  # a model_fn, how it is trained, and the decay that the number of upda
 }
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_averages_match_a_loop_by_optax(run):
     model_fn, how, decay = RUNS[run]
@@ -171,6 +171,7 @@ def test_an_average_is_cut_over_the_devices_of_a_tower_as_its_variable_is():
     assert variables[f"net/{END}"]["a"].addressable_data(0).shape == (4, 4)
 
 
+@pytest.mark.slow
 def test_with_block_sync_they_follow_the_global_variables():
     """Which change at the end of a block; in each step of it, the averages move towards them once."""
     model, state = started(replicate(model_of(counting(0.8)), 2, block_sync=BlockSync(3)), *BATCHES[0])

@@ -212,6 +212,7 @@ def squared(x):
 squared.defvjp(lambda x: (x**2, x), lambda x, g: (differentiated_never(x) * g,))
 
 
+@pytest.mark.slow
 def test_what_the_towers_differentiate_is_not_differentiated_once_more():
     def own_rule(params, x, y, reduction):
         return reduced(squared(jnp.tanh(x @ params["w"]) @ params["v"] - y), reduction)

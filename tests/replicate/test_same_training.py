@@ -122,7 +122,6 @@ CASES = {
     "4 towers, 3 micro-batches, tree": ("slow sgd", "weighted mean"),
 }
 QUICK = {"8 towers", "sharded", "server", "round robin", "ring", "2 of 4 devices", "2 towers, 2 micro-batches"}
-QUICK |= {"3 on one device, micro-batches"}
 
 
 def model_fn(features, labels, mode, *, optimizer, reduction, options):

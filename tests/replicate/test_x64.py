@@ -82,7 +82,7 @@ def run(feature, towers, batches=BATCHES):
     return jax.device_get((spec.loss, state.variables, metrics))
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_towers_equal_one_tower_in_float64(feature):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):

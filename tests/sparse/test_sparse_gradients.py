@@ -247,7 +247,7 @@ def test_a_step_gathers_and_scatters_as_often_as_one_by_hand():
         assert got[operation] == want[operation] > 0
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_a_table_of_a_small_dtype_is_updated_in_place():
     rows = 7919

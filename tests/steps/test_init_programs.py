@@ -39,7 +39,7 @@ def first_state(fewest, monkeypatch):
     return kept
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 def test_values_that_are_drawn_apart_are_those_of_one_program(monkeypatch):
     one, several = (first_state(fewest, monkeypatch) for fewest in (99, 3))
     assert jax.tree.structure(one) == jax.tree.structure(several)

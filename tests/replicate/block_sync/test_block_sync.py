@@ -329,6 +329,7 @@ def test_every_optimizer_works_in_a_tower_of_its_own():
     assert apart.slots["optimizer"].scale.tolist() == [2048] * 4
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_runs_the_model_again_does_so_with_its_towers_rows():
     search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=3)
     model_fn = mlp_model_fn(optax.chain(optax.sgd(1.0), search))

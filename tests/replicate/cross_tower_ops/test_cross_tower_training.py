@@ -93,6 +93,7 @@ def test_gradients_come_first_in_the_order_in_which_variables_were_created():
 # Gradients in a narrower dtype.
 
 
+@pytest.mark.slow
 def test_gradients_are_sent_in_the_narrower_dtype_and_applied_in_their_own():
     model = replicated(AllReduce("ring", compress_dtype=jnp.bfloat16))
     sent = re.findall(r"stablehlo\.collective_permute.*?-> tensor<(\d+)x(\w+)>", train_text(model))

@@ -161,7 +161,7 @@ def writing_model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.apply_gradients(grads))
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 def test_written_variables_own_gradients_and_random_numbers_are_the_same():
     batches = regression(12)
     want, want_spec = trained(replicated(writing_model_fn, 3, MIRRORED), batches)

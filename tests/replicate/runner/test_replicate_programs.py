@@ -78,7 +78,7 @@ def with_everything(towers):
     return started(replicate(everything(), towers), x[0], y[0])
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["train_step", "train_loop", "eval_step", "predict_step"])
 @pytest.mark.usefixtures("users_compiler")
 def test_one_device_runs_the_operations_of_the_plain_model_fn_in_every_mode(step):
