@@ -1,10 +1,11 @@
 """CPU seconds of tests: those of the ten slowest files, and of a test that takes over a second and is not marked so.
 
 It is CPU time, of this process and of children that have ended, since a clock counts what else the machine does. A test
-fails for it only if it takes that much on any day: a slow machine has a higher limit, and in CI, on machines that
-nobody looks at and whose speed changes within a test, it is five times as high; two seconds in which XLA compiles are
-free, since a program that is compiled today may be found in the cache, or made by another test, tomorrow; and so is a
-test that is the first of its process to import something, such as orbax.
+fails for it only if it takes that much on any day: a second more is free, since a virtual machine that stands still for
+a while counts that, too; a slow machine has a higher limit, and in CI, on machines that nobody looks at and whose speed
+changes within a test, it is five seconds; two seconds in which XLA compiles are free, since a program that is compiled
+today may be found in the cache, or made by another test, tomorrow; and so is a test that is the first of its process to
+import something, such as orbax.
 """
 
 import collections
@@ -19,7 +20,7 @@ import pytest
 
 from testing.runs.selection import TESTS, costs
 
-LIMIT = 5.0 if os.environ.get("CI") else 1.0  # of the call of a test
+LIMIT = 5.0 if os.environ.get("CI") else 2.0  # of the call of a test, with the second that is free
 FREE = 2.0  # of its compilations
 REFERENCE = 0.020  # of `measure_slowness`, on the machine where the limit was set
 START = pytest.StashKey[float]()
