@@ -104,6 +104,19 @@ def test_binary_predictions():
     assert list(est.BinaryClassHead().predictions(LOGIT, ["logits"])) == ["logits"]
 
 
+def test_what_is_on_a_threshold_is_below_it():
+    head = est.BinaryClassHead(thresholds=[0.5])
+    assert head.predictions(jnp.zeros((1, 1)))["class_ids"].item() == 0  # the first of two that are alike
+    metrics = results(head.metrics(jnp.ones(1), jnp.zeros((1, 1))))
+    assert [metrics[name] for name in ("accuracy", "accuracy/positive_threshold_0.5", "recall")] == [0, 0, 0]
+
+
+def test_losses_of_half_precision_are_in_float32():
+    logits = LOGITS.astype(jnp.bfloat16)
+    loss = est.MultiClassHead(3).loss(CLASS, logits)
+    assert loss.dtype == jnp.float32 and loss == est.MultiClassHead(3).loss(CLASS, logits.astype(np.float32))
+
+
 @pytest.mark.covers("11 MultiClassHead")
 @pytest.mark.parametrize("of_kind", [int, np.int64, jnp.int32, np.asarray])
 def test_sizes_may_be_numpys_integers(of_kind):

@@ -66,7 +66,9 @@ def test_channels_first_gives_the_same_numbers(names, mode):
         outputs = {name: OF_FORMATS[name](given[name], data_format="channels_first") for name in names}
         return {name: jnp.moveaxis(y, 1, -1) if y.ndim == given[name].ndim else y for name, y in outputs.items()}
 
-    want, got = applied(layers, IMAGES, mode)[0], applied(turned, IMAGES, mode)[0]
+    (want, last), (got, turned_last) = applied(layers, IMAGES, mode), applied(turned, IMAGES, mode)
+    for name, value in last.variables.items():
+        np.testing.assert_allclose(turned_last.variables[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     for name in names:
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
@@ -132,6 +134,8 @@ def test_dropout_drops_in_training_alone_and_differs_by_call():
     assert 0.7 < (first > 0).mean() < 0.8
     assert (first != second).any() and (first != seeded).any() and (second != seeded).any()
     assert (off == 1).all() and (rows == rows[:, :1]).all() and (rows != rows[0]).any()
+    alone = [applied(lambda x, seed=seed: est.layers.dropout(x, seed=seed), x, "train")[0] for seed in (None, 1, 2, 1)]
+    assert [(alone[1] == each).all() for each in alone] == [False, True, False, True]
 
 
 def test_batch_normalization_writes_its_averages_in_train_alone():

@@ -10,8 +10,12 @@ from testing.towers import predict
 import estimator as est
 
 
-def by_layer(x):
-    return predict(predicting(est.layers.layer_norm), x).predictions
+def by_layer(x, scale=True):
+    return predict(predicting(lambda x: est.layers.layer_norm(x, scale=scale)), x).predictions
+
+
+def without_scale(x):
+    return by_layer(x, scale=False)
 
 
 def by_hand(x):
@@ -29,8 +33,11 @@ def test_the_derivatives_of_layer_norm_are_those_of_its_formula(derive):
     with jax.enable_x64(True):
         x = jax.random.normal(jax.random.key(0), (3, 4), jnp.float64)
         weights = jax.random.normal(jax.random.key(1), (3, 4), jnp.float64)
-        results = [derive(lambda x, f=f: (jnp.sin(f(x)) * weights).sum(-1))(x) for f in (by_layer, by_hand)]
-        np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-9)
+        got, without, want = (
+            derive(lambda x, f=f: (jnp.sin(f(x)) * weights).sum(-1))(x) for f in (by_layer, without_scale, by_hand)
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(without, want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -21,6 +21,7 @@ X = {
     "inputs": RANDOM.normal(size=(BATCH, STEPS, WIDTH)).astype(np.float32),
     "length": np.array([4, 2, 1]),
 }
+X["memory"][np.arange(MEMORY) >= X["memory_length"][:, None]] = np.nan  # which nothing reads
 MECHANISMS = {
     "bahdanau": (est.seq2seq.BahdanauAttention, {}),
     "normalized": (est.seq2seq.BahdanauAttention, {"normalize": True}),
