@@ -164,11 +164,12 @@ def test_batch_norm_normalizes_by_the_batch_then_by_moving_averages():
 
 
 @pytest.mark.quick
-def test_many_columns_make_the_default_learning_rate_smaller():
-    linear = est.LinearRegressor([fc.numeric_column(f"n{i}") for i in range(36)])
+@pytest.mark.parametrize("optimizer, rate", [(None, 1 / 6), ("Ftrl", 0.2)])
+def test_many_columns_make_the_learning_rate_of_the_default_optimizer_alone_smaller(optimizer, rate):
+    linear = est.LinearRegressor([fc.numeric_column(f"n{i}") for i in range(36)], optimizer=optimizer)
     after = first_step(linear, {f"n{i}": np.zeros(2) for i in range(36)}, np.ones(2))
     bias = after["linear/linear_model/bias_weights"]
-    assert bias == pytest.approx(2 / 6 / np.sqrt(0.1 + 2**2), rel=1e-4)  # 1 / sqrt(36) < 0.2
+    assert bias == pytest.approx(2 * rate / np.sqrt(0.1 + 2**2), rel=1e-4)  # 1 / sqrt(36) < 0.2
 
 
 def test_a_linear_regressor_finds_the_weighted_least_squares(tmp_path):

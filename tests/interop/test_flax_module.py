@@ -325,7 +325,7 @@ def test_a_module_is_in_the_scope_it_was_made_in(kind):
             net = taken_in(kind, mode)
 
         def call(x):
-            with est.variable_scope("elsewhere"):
+            with est.variable_scope("elsewhere", reuse=True):  # of the variables there
                 return net(x)
 
         return call
@@ -398,6 +398,31 @@ def test_an_estimator_saves_a_module_by_readable_names_and_resumes_from_it(kind,
     for name in names:
         np.testing.assert_array_equal(again.get_variable_value(name), whole.get_variable_value(name))
     np.testing.assert_array_equal(*(list(each.predict(lambda: [x[0]])) for each in (whole, again)))
+
+
+class Drops(nnx.Module):
+    """Two layers that drop, and a parameter that a call changes."""
+
+    def __init__(self, rngs):
+        self.one, self.other = (nnx.Dropout(0.5, rngs=rngs) for _ in range(2))
+        self.shift = nnx.Param(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.shift[...] = self.shift[...] + 1
+        return jnp.stack([self.one(x), self.other(x)]) + self.shift
+
+
+def test_layers_of_an_nnx_model_drop_by_keys_of_their_own_and_optimizers_alone_change_parameters():
+    def model_fn(features, labels, mode):
+        dropped = est.flax_module(Drops, "net")(features)
+        return est.EstimatorSpec(mode, predictions=dropped, loss=dropped.sum(), train_op=est.group())
+
+    x = jnp.ones((1, 64))
+    model = est.transform(model_fn)
+    state, spec = model.train_step(model.init(jax.random.key(0), x), x)
+    one, other = spec.predictions
+    assert (one != other).any() and set(np.unique(one)) == {1, 3}
+    assert state.variables["net"] == {"shift": 0}
 
 
 class Stack(nnx.Module):

@@ -199,6 +199,16 @@ LENGTHS = np.array([4, 1, 3])
 SEQUENCES = jax.random.normal(KEY, (3, 4, 2))
 
 
+def test_the_gates_of_a_gru_are_open_at_first():
+    _, state = applied(lambda x: (est.layers.gru(x, 5), est.layers.lstm(x, 5)), SEQUENCES)
+    biases = {name.split("/")[-2]: value for name, value in state.variables.items() if name.endswith("bias")}
+    assert {name: set(np.unique(value)) for name, value in biases.items()} == {
+        "gates": {1},
+        "candidate": {0},
+        "basic_lstm_cell": {0},  # whose forget bias is added in each step
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [est.layers.lstm, est.layers.gru])
 def test_steps_after_the_end_of_a_sequence_do_not_matter(layer):

@@ -26,7 +26,7 @@ def recurrent(features):
 
 
 def normalized(features):
-    return est.layers.batch_normalization(features["x"].mean(1), synchronized=True).sum(1)
+    return est.layers.batch_normalization(features["x"].mean(1), fused=True, synchronized=True).sum(1)
 
 
 def looked_up(features):

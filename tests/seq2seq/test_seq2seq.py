@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from testing import refused
+from testing.model_fns import predicting
 from testing.towers import assert_same_training, predict, replicate, started
 
 import estimator as est
@@ -141,6 +142,25 @@ def test_gradients_are_those_of_a_loop_written_out():
     for name, value in after.items():
         assert (value != state.variables[name]).any(), name
         np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+class EndsOnce(est.seq2seq.TrainingHelper):
+    """A helper that says in the second step alone that the examples have finished."""
+
+    def next_inputs(self, time, outputs, state, sample_ids):
+        _, inputs, state = super().next_inputs(time, outputs, state, sample_ids)
+        return jnp.full(BATCH, time == 1), inputs, state
+
+
+def test_an_example_that_has_finished_does_not_begin_again():
+    def decoded(features):
+        cell = est.layers.GRUCell(UNITS)
+        helper = EndsOnce(features["inputs"], features["length"])
+        decoder = est.seq2seq.BasicDecoder(cell, helper, cell.zero_state(BATCH))
+        return est.seq2seq.dynamic_decode(decoder, impute_finished=True)
+
+    outputs, _, lengths = predict(predicting(decoded), X).predictions
+    assert (lengths == 2).all() and outputs.rnn_output[:, :2].all() and not outputs.rnn_output[:, 2:].any()
 
 
 @pytest.mark.slow
