@@ -281,7 +281,7 @@ def test_canned_models_take_any_head(tmp_path):
 
 def test_an_optimizer_may_be_made_in_each_run(tmp_path):
     def optimizer():
-        return est.Optimizer(lambda: optax.sgd(optax.linear_schedule(0.0, 1.0, 1)(est.global_step())))
+        return est.Optimizer(optax.sgd(optax.linear_schedule(0.0, 1.0, 1)(est.global_step())))
 
     baseline = est.BaselineClassifier(tmp_path, optimizer=optimizer).train(batches(1))
     assert variables(baseline)["baseline/bias"] == 0

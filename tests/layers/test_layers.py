@@ -73,6 +73,13 @@ def test_channels_first_gives_the_same_numbers(names, mode):
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("layer", [est.layers.conv2d, est.layers.separable_conv2d])
+def test_strides_leave_places_out(layer):
+    outputs, state = applied(lambda x: layer(x, 4, 3), IMAGES)
+    strided, _ = applied(lambda x: layer(x, 4, 3, strides=2), IMAGES, state=state)
+    np.testing.assert_allclose(strided, outputs[:, ::2, ::2], rtol=1e-5, atol=1e-6)
+
+
 def test_outputs_have_the_dtype_of_the_inputs():
     def layers(x):
         return [

@@ -92,10 +92,13 @@ class ByHand:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kind, size", [("bahdanau", None), ("normalized", 3), ("luong", 3), ("scaled", None)])
-def test_attention_has_the_numbers_of_the_formulas(kind, size):
+@pytest.mark.parametrize(
+    "kind, size, is_output",
+    [("bahdanau", None, True), ("normalized", 3, True), ("luong", 3, False), ("scaled", None, True)],
+)
+def test_attention_has_the_numbers_of_the_formulas(kind, size, is_output):
     def model_fn(features, labels, mode):
-        cell, start = decoder_of(features, kind, size)
+        cell, start = decoder_of(features, kind, size, output_attention=is_output)
         helper = est.seq2seq.TrainingHelper(features["inputs"], features["length"])
         decoder = est.seq2seq.BasicDecoder(cell, helper, start)
         outputs, state, lengths = est.seq2seq.dynamic_decode(decoder, impute_finished=True)
@@ -109,7 +112,8 @@ def test_attention_has_the_numbers_of_the_formulas(kind, size):
         by_hand = ByHand(state.variables, kind, size, row)
         now = by_hand.start
         for step in range(length):
-            output, now, alignments = by_hand(X["inputs"][row, step], now)
+            attention, now, alignments = by_hand(X["inputs"][row, step], now)
+            output = attention if is_output else now[0]
             np.testing.assert_allclose(outputs.rnn_output[row, step], output, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(last.alignment_history[step, row], alignments, rtol=1e-4, atol=1e-5)
             assert outputs.sample_id[row, step] == output.argmax()
@@ -157,10 +161,11 @@ def test_an_example_that_has_finished_does_not_begin_again():
         cell = est.layers.GRUCell(UNITS)
         helper = EndsOnce(features["inputs"], features["length"])
         decoder = est.seq2seq.BasicDecoder(cell, helper, cell.zero_state(BATCH))
-        return est.seq2seq.dynamic_decode(decoder, impute_finished=True)
+        return est.seq2seq.dynamic_decode(decoder, impute_finished=True, maximum_iterations=3)  # of 4 inputs
 
     outputs, _, lengths = predict(predicting(decoded), X).predictions
-    assert (lengths == 2).all() and outputs.rnn_output[:, :2].all() and not outputs.rnn_output[:, 2:].any()
+    assert (lengths == 2).all() and outputs.rnn_output.shape == (BATCH, 3, UNITS)
+    assert outputs.rnn_output[:, :2].all() and not outputs.rnn_output[:, 2].any()
 
 
 @pytest.mark.slow
