@@ -112,9 +112,9 @@ def test_what_is_on_a_threshold_is_below_it():
 
 
 def test_losses_of_half_precision_are_in_float32():
-    logits = LOGITS.astype(jnp.bfloat16)
-    loss = est.MultiClassHead(3).loss(CLASS, logits)
-    assert loss.dtype == jnp.float32 and loss == est.MultiClassHead(3).loss(CLASS, logits.astype(np.float32))
+    head, logits = est.BinaryClassHead(), LOGIT.astype(jnp.bfloat16)
+    loss = head.loss(LABEL, logits)
+    assert loss.dtype == jnp.float32 and loss == head.loss(LABEL, logits.astype(np.float32))
 
 
 @pytest.mark.covers("11 MultiClassHead")
@@ -381,6 +381,17 @@ def test_several_heads_are_a_weighted_sum_side_by_side(logits):
         for key, value in h.predictions(CUT[h.name]).items():
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), predictions[h.name, key], value)
     assert list(head.predictions(logits, [("number", "predictions")])) == [("number", "predictions")]
+
+
+@pytest.mark.covers("11 MultiHead")
+@pytest.mark.parametrize("reduction", [est.Reduction.SUM, est.Reduction.SUM_OVER_BATCH_SIZE])
+def test_the_losses_of_two_batches_are_that_of_all_their_rows(reduction):
+    head, _ = several(reduction)
+    batch = LABELS, ALL_LOGITS, FEATURES
+    whole = head.metrics(*batch)
+    one, other = (head.metrics(*jax.tree.map(lambda x, i=i: x[i], batch)) for i in (slice(12), slice(12, None)))
+    for name in ("loss/two", "loss/three", "loss/many", "loss/number"):
+        assert one[name].merge(other[name]).result().item() == close(whole[name].result().item())
 
 
 @pytest.mark.slow

@@ -149,11 +149,11 @@ def test_gradients_are_those_of_a_loop_written_out():
 
 
 class EndsOnce(est.seq2seq.TrainingHelper):
-    """A helper that says in the second step alone that the examples have finished."""
+    """A helper that says in the first step alone that the examples have finished."""
 
     def next_inputs(self, time, outputs, state, sample_ids):
         _, inputs, state = super().next_inputs(time, outputs, state, sample_ids)
-        return jnp.full(BATCH, time == 1), inputs, state
+        return jnp.full(BATCH, time == 0), inputs, state
 
 
 def test_an_example_that_has_finished_does_not_begin_again():
@@ -164,8 +164,8 @@ def test_an_example_that_has_finished_does_not_begin_again():
         return est.seq2seq.dynamic_decode(decoder, impute_finished=True, maximum_iterations=3)  # of 4 inputs
 
     outputs, _, lengths = predict(predicting(decoded), X).predictions
-    assert (lengths == 2).all() and outputs.rnn_output.shape == (BATCH, 3, UNITS)
-    assert outputs.rnn_output[:, :2].all() and not outputs.rnn_output[:, 2].any()
+    assert (lengths == 1).all() and outputs.rnn_output.shape == (BATCH, 3, UNITS)
+    assert outputs.rnn_output[:, 0].all() and not outputs.rnn_output[:, 1:].any()
 
 
 @pytest.mark.slow
