@@ -164,7 +164,8 @@ def test_batch_norm_normalizes_by_the_batch_then_by_moving_averages():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("optimizer, rate", [(None, 1 / 6), ("Ftrl", 0.2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer, rate", [(None, 1 / 6), ("Ftrl", 0.2)], ids=["default", "by name"])
 def test_many_columns_make_the_learning_rate_of_the_default_optimizer_alone_smaller(optimizer, rate):
     linear = est.LinearRegressor([fc.numeric_column(f"n{i}") for i in range(36)], optimizer=optimizer)
     after = first_step(linear, {f"n{i}": np.zeros(2) for i in range(36)}, np.ones(2))
