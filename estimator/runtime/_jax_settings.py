@@ -59,8 +59,8 @@ def with_settings_of_this_thread(call: Callable[..., T]) -> Callable[..., T]:
 def without_mesh_and_guard() -> Iterator[None]:
     """Sets no mesh within the block, and allows transfers: placements say where arrays are, and batches come from the
     host."""
-    # Where there are none, nothing is set: that takes as long as a small batch, and jax traces again where a mesh was
-    # set, even if there is none in it.
+    # Where there are none, nothing is set: to set them takes a third of the time of a small batch, and jax traces again
+    # where a mesh is set, even if there is none in it.
     is_guarded = any(value not in (None, "allow") for value in _GUARDS_OF(jax.config))
     is_set = not jax.sharding.get_abstract_mesh().empty
     with (
