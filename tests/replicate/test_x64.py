@@ -45,6 +45,7 @@ def scheduled():
 
 SGD, ADAM = (lambda: optax.sgd(0.1)), (lambda: est.train.AdamOptimizer(0.1))
 FEATURES = {  # network, optimizer, arguments of TowerOptimizer, arguments of replicate_model_fn
+    "batch normalization": (normalized, SGD, {}, {}),
     "on_nan raise, loss scale, segments": (
         dense,
         SGD,
@@ -54,7 +55,6 @@ FEATURES = {  # network, optimizer, arguments of TowerOptimizer, arguments of re
     "accumulation, on_nan skip": (dense, ADAM, {"accumulate_steps": 2}, {"on_nan": "skip"}),
     "regularizer, schedule": (regularized, scheduled, {}, {}),
     "gru": (recurrent, SGD, {}, {}),
-    "batch normalization": (normalized, SGD, {}, {}),
     "sparse lookup": (looked_up, lambda: est.train.AdagradOptimizer(0.1), {}, {}),
 }
 WHOLE = {"accumulation, on_nan skip": (dense, ADAM, {}, {})}  # what one tower does instead
@@ -82,7 +82,7 @@ def run(feature, towers, batches=BATCHES):
     return jax.device_get((spec.loss, state.variables, metrics))
 
 
-@pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("feature", FEATURES)
 def test_towers_equal_one_tower_in_float64(feature):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
