@@ -18,6 +18,9 @@ from estimator.core._typing import PyTree, Variables
 from estimator.optim._given_rate import GivenRate
 from estimator.sparse._indexed_slices import IndexedSlices
 
+# For a CPU, XLA writes rows that may come again one after the other, which takes up to twice as long.
+_ONCE: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False, "unique_indices": True}
+
 
 class _Lazy(optax.GradientTransformationExtraArgs):
     """Marks a transformation that is to see touched rows only."""
@@ -92,8 +95,7 @@ class TouchedRows:
         self._indices: dict[str, jax.Array] = {}
         self.gradients: dict[str, jax.Array] = {}
         for table, gradient in gradients.items():
-            once = gradient.deduplicate()
-            self._indices[table], self.gradients[table] = once.indices, once.values
+            self.gradients[table], self._indices[table] = gradient.sum_by_row()
 
     def take(self, tree: PyTree) -> PyTree:
         """The tree with the touched rows instead of each array of a table's shape."""
@@ -114,13 +116,13 @@ class TouchedRows:
         def add(table: str, array: jax.Array, steps: jax.Array) -> jax.Array:
             steps = steps.astype(_at_least_float32(array))
             if steps.dtype == array.dtype:  # without a gather of the rows
-                return array.at[self._indices[table]].add(steps, mode="drop", wrap_negative_indices=False)
+                return array.at[self._indices[table]].add(steps, **_ONCE)
             return self._put(table, array, self._take(table, array).astype(steps.dtype) + steps)
 
         return self._map(add, variables, changed)
 
     def _take(self, table: str, array: jax.Array) -> jax.Array:
-        # `deduplicate` fills up with indices beyond the table. Any row will do for them, since `_put` drops it.
+        # Rows that came again have indices beyond the table. Any row will do for them, since `_put` drops it.
         return array.at[self._indices[table]].get(mode="clip", wrap_negative_indices=False)
 
     def _put(self, table: str, array: jax.Array, rows: jax.Array) -> jax.Array:
@@ -128,7 +130,7 @@ class TouchedRows:
         # Bits, since on CPU devices XLA would convert the whole of a bfloat16 table to float32 and back.
         bits = jnp.dtype(f"uint{8 * dtype.itemsize}") if dtype.itemsize < 4 else dtype
         array, rows = (jax.lax.bitcast_convert_type(x, bits) for x in (array, rows.astype(dtype)))
-        array = array.at[self._indices[table]].set(rows, mode="drop", wrap_negative_indices=False)
+        array = array.at[self._indices[table]].set(rows, **_ONCE)
         return jax.lax.bitcast_convert_type(array, dtype)
 
     def _map(self, fn: Callable[..., jax.Array], tree: PyTree, *rest: PyTree) -> PyTree:

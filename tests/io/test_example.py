@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 import estimator as est
 from estimator.io import FixedLenFeature, FixedLenSequenceFeature, VarLenFeature
-from estimator.io._flat import read_flat
+from estimator.io._find_features import _find_at_once
+from estimator.io._flat import Pieces, read_flat
+from estimator.io._messages import UnreadExample
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "tfrecord"
 VALUES = json.loads((GOLDEN / "values.json").read_text())
@@ -203,7 +205,7 @@ def test_what_is_read_at_once_is_what_protobuf_reads(written):
     kind, rows = written
     features = [feature for feature, _ in rows]
     try:
-        flat = read_flat(kind, features)
+        flat = read_flat(kind, Pieces.of(features))
     except DecodeError:
         with pytest.raises(DecodeError):
             [*map(est.io.Feature.FromString, features)]
@@ -221,6 +223,67 @@ def test_what_is_read_at_once_is_what_protobuf_reads(written):
         np.testing.assert_array_equal(values, want)
     else:
         assert values.tolist() == want.tolist()
+
+
+KEYS = ["a", "b", "a\0", "ü", "a key of more than eight bytes", "a key of more than eight bytez", "k" * 200]
+
+
+def field(tag, contents):
+    size, length = len(contents), b""
+    while size >= 128:
+        size, length = size >> 7, length + bytes([size & 127 | 128])
+    return bytes([tag]) + length + bytes([size]) + contents
+
+
+# Ways to write an entry of a map, and an example of its map's bytes: by any writer, and allowed, or damaged.
+ENTRIES = {
+    "as writers do": lambda key, value: field(0x0A, field(0x0A, key) + field(0x12, value)),
+    "value first": lambda key, value: field(0x0A, field(0x12, value) + field(0x0A, key)),
+    "without a value": lambda key, value: field(0x0A, field(0x0A, key)),
+    "without a key": lambda key, value: field(0x0A, field(0x12, value)),
+    "another field": lambda key, value: field(0x0A, field(0x0A, key) + field(0x12, value) + b"\x18\x01"),
+    "two values": lambda key, value: field(0x0A, field(0x0A, key) + field(0x12, b"x") + field(0x12, value)),
+    "too long": lambda key, value: b"\x0a\x85\x80\x80\x80\x80\x00" + field(0x0A, b"a") + field(0x12, b""),
+}
+EXAMPLE_WAYS = {
+    "as writers do": lambda entries, i: field(0x0A, entries),
+    "two maps": lambda entries, i: field(0x0A, entries) * 2,
+    "another field": lambda entries, i: field(0x0A, entries) + b"\x18\x01",
+    "nothing": lambda entries, i: b"",
+    "damaged": lambda entries, i: entries[: i % (len(entries) + 1)] + bytes([i % 128]) + entries[i % 128 :],
+    "cut": lambda entries, i: field(0x0A, entries)[: i % (len(entries) + 3)],
+}
+
+
+@st.composite
+def written_examples(draw):
+    """Serialized examples, and whether all of them are what writers make."""
+    ways, examples, is_plain = draw(st.booleans()), [], True
+    for _ in range(draw(st.integers(1, 6))):
+        entries = b""
+        keys = draw(st.lists(st.sampled_from(KEYS), max_size=6, unique=True))
+        is_plain &= bool(keys)
+        for key in keys + keys[:1] * (ways and draw(st.integers(0, 9)) == 0):
+            value = draw(st.binary(max_size=9)) * draw(st.sampled_from([1, 1, 40, 2000, 300_000]))
+            way = draw(st.sampled_from([*["as writers do"] * 30, *ENTRIES])) if ways else "as writers do"
+            entries += ENTRIES[way](key.encode(), value)
+        way = draw(st.sampled_from([*["as writers do"] * 10, *EXAMPLE_WAYS])) if ways else "as writers do"
+        examples.append(EXAMPLE_WAYS[way](entries, draw(st.integers(0, 2**16))))
+    return examples, is_plain and not ways
+
+
+@given(written_examples(), st.lists(st.sampled_from([*KEYS, "missing"]), min_size=1, unique=True))
+def test_features_that_are_found_at_once_are_those_that_protobuf_finds(written, keys):
+    examples, is_plain = written
+    found = _find_at_once(examples, [key.encode() for key in keys], 1)
+    assert found is not None or not is_plain or {"a", "a\0"} <= {*keys}  # which have one code
+    try:
+        maps = [UnreadExample.FromString(each).features.feature for each in examples]
+    except DecodeError:
+        assert found is None
+        return
+    if found is not None:
+        assert [[*pieces] for pieces in found.split(len(keys))] == [[each[key] for each in maps] for key in keys]
 
 
 def test_a_large_batch_is_parsed_as_its_examples_are():
@@ -289,6 +352,7 @@ def test_defaults_fill_what_is_missing():
         "s": FixedLenFeature([], str, "none"),
         "t": FixedLenSequenceFeature([], str, True),
     }
+    assert est.io.parse_example(data, {}) == est.io.parse_example(data * 100, {}) == {}
     parsed = est.io.parse_example(data, features)
     assert parsed["x"].tolist() == [[5, 6], [1, 2]] and parsed["s"].tolist() == [b"none", b"a"]
     assert parsed["t"].shape == (2, 0)

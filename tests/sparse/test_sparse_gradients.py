@@ -232,10 +232,10 @@ def test_a_step_gathers_and_scatters_as_often_as_one_by_hand():
             return jnp.mean((jnp.tanh(rows).sum((1, 2)) - labels) ** 2)
 
         gradient = jax.grad(loss_fn)(table[ids]).reshape(-1, WIDTH)
-        once = est.IndexedSlices(gradient, ids.reshape(-1), table.shape).deduplicate()
-        sums = squares[once.indices] + once.values**2
-        steps = -0.1 * once.values * jax.lax.rsqrt(sums + 1e-7)
-        return table.at[once.indices].add(steps, mode="drop"), squares.at[once.indices].set(sums, mode="drop")
+        values, rows = est.IndexedSlices(gradient, ids.reshape(-1), table.shape).sum_by_row()
+        sums = squares[rows] + values**2
+        steps = -0.1 * values * jax.lax.rsqrt(sums + 1e-7)
+        return table.at[rows].add(steps, mode="drop"), squares.at[rows].set(sums, mode="drop")
 
     model, state = started(words_model_fn(sparse, optax.adagrad(0.1)), ids[0], labels[0])
     table = state.variables["words"]

@@ -257,4 +257,4 @@ def batches(work: Work, part: str):
 
 if __name__ == "__main__":
     sys.path.append(str(pathlib.Path(__file__).resolve().parents[3]))
-    write(pathlib.Path(sys.argv[1]))
+    write(pathlib.Path(sys.argv[1]), list(MODELS))
