@@ -58,7 +58,7 @@ def split_init(traced: jax.stages.Traced) -> Callable[..., Any] | None:
         computed = iter(run(*arrays))
         return {i: numbers[i] if i in numbers else next(computed) for i in places if i not in made}
 
-    shared = Program(together)
+    shared = Program(together, once=True)
 
     def call(*args: Any) -> Any:
         leaves = jax.tree.leaves(args)
@@ -86,7 +86,7 @@ def _draws(jaxpr: Any) -> dict[Any, Callable[[list[Any]], Any]]:
     for (key, _), equations in alike.items():
         if len(equations) < _FEWEST_ALIKE:
             continue
-        program, place = Program(jaxpr_as_fun(ClosedJaxpr(equations[0][1], []))), jaxpr.invars.index(key)
+        program, place = Program(jaxpr_as_fun(ClosedJaxpr(equations[0][1], [])), once=True), jaxpr.invars.index(key)
         for var, _, number in equations:
             draws[var] = functools.partial(_draw, program, place, number)
     return draws

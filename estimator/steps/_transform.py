@@ -116,7 +116,9 @@ class _Steps:
         self._donate = donate
         self._infos: dict[ModeKeys, ModelInfo] = {}
         # One per mode, also for the abstract run, whose trace is then compiled.
-        self._inits = {mode: Program(functools.partial(self._init, mode), split=split_init) for mode in ModeKeys}
+        self._inits = {
+            mode: Program(functools.partial(self._init, mode), split=split_init, once=True) for mode in ModeKeys
+        }
         self._traced: dict[ModeKeys, ModelInfo] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._compared: set[ModeKeys] = set()
