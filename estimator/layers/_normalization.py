@@ -195,15 +195,22 @@ def layer_norm(
     elif gamma.ndim > len(axes):
         output = _standardize(wide, axes, epsilon) * gamma
     else:
-        output = jax.lax.platform_dependent(
-            wide,
-            gamma,
-            cpu=lambda x, gamma: _scale_on_cpu(x, gamma, axes, epsilon),
-            default=lambda x, gamma: _standardize(x, axes, epsilon) * gamma,
-        )
+        output = _scale(wide, gamma, axes, epsilon)
     if beta is not None:
         output = output + beta
     return activate("layer_norm", activation_fn, output.astype(x.dtype))
+
+
+# A function of its own, which jax traces once for all layers of a shape.
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _scale(x: jax.Array, gamma: jax.Array, axes: tuple[int, ...], epsilon: float) -> jax.Array:
+    """The inputs, standardized, times `gamma`."""
+    return jax.lax.platform_dependent(
+        x,
+        gamma,
+        cpu=lambda x, gamma: _scale_on_cpu(x, gamma, axes, epsilon),
+        default=lambda x, gamma: _standardize(x, axes, epsilon) * gamma,
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))

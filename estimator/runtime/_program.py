@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+import os
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -46,16 +48,20 @@ class Program:
         **shardings: Any,
     ) -> None:
         donated = (0,) if donate is True else donate or ()
-        self._run: Any = jax.jit(run, donate_argnums=donated, **shardings) if jit else run
-        # A part of another program has no options of its own.
-        options = _QUICKLY if once and jax.default_backend() == "cpu" else None
-        self._alone = (
-            jax.jit(run, donate_argnums=donated, compiler_options=options, **shardings) if options else self._run
-        )
+        self._make = functools.partial(jax.jit, run, donate_argnums=donated, **shardings)
+        self._run: Any = self._make() if jit else run
+        self._once = once
         self._jit = jit
         self._split = split
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._newest: dict[Hashable, Callable[..., Any]] = {}
+
+    @functools.cached_property
+    def _alone(self) -> Any:
+        """The function to compile by itself; as a part of another program it can have no options."""
+        # Not before the first call: until then the user may still choose the devices.
+        is_quick = self._once and jax.default_backend() == "cpu" and not _are_set_by_user(_QUICKLY)
+        return self._make(compiler_options=_QUICKLY) if is_quick else self._run
 
     def is_new(self) -> bool:
         """Returns whether the next call compiles it, as far as is known."""
@@ -86,11 +92,11 @@ class Program:
         if kind not in self._compiled:
             traced = self._alone.trace(*args)
             if len(traced.jaxpr.jaxpr.invars) != len(jax.tree.leaves(args)):
-                return self._alone  # a tracer has escaped and is one more argument, which jax refuses in the call
+                return self._run  # a tracer has escaped and is one more argument, which jax refuses in the call
             several = self._split(traced) if self._split else None
-            self._compiled[kind] = several or compile_shared(traced, kind[0]) or self._alone
-            if self._compiled[kind] is self._alone:
-                compile_first(self._alone, *args)
+            self._compiled[kind] = several or compile_shared(traced, kind[0]) or self._run
+            if self._compiled[kind] is self._run:
+                compile_first(self._run, *args)
         self._newest[key] = self._compiled[kind]
         return self._newest[key]
 
@@ -103,6 +109,10 @@ class Program:
         import jax.export
 
         return jax.export.export(self._run, platforms=platforms)(*args)
+
+
+def _are_set_by_user(options: Iterable[str]) -> bool:
+    return any(option in os.environ.get("XLA_FLAGS", "") for option in options)
 
 
 def trace_once(step: Callable[..., T]) -> Callable[..., T]:

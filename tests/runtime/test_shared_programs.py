@@ -259,3 +259,18 @@ def test_threads_share_what_is_compiled(compilations):
     for thread in threads:
         thread.join()
     assert len(compilations) == before and np.array(results).tolist() == [[5.0] * 3] * 2
+
+
+@pytest.mark.parametrize("initializer", ["normal", "uniform", "truncated_normal", "glorot_uniform", "orthogonal"])
+@pytest.mark.usefixtures("users_compiler")
+def test_a_program_that_runs_once_is_compiled_quickly_to_the_same_numbers(initializer):
+    make = getattr(jax.nn.initializers, initializer)
+    initialize = make(1.0) if initializer in ("normal", "uniform", "truncated_normal") else make()
+
+    def draw(key):
+        return initialize(key, (64, 48), jnp.float32)
+
+    key, program = jax.random.key(0), Program(draw, once=True)
+    np.testing.assert_array_equal(program(key), jax.jit(draw)(key))
+    # As a part of another program it has no options, which jax would refuse.
+    np.testing.assert_array_equal(jax.jit(lambda key: program(key))(key), jax.jit(draw)(key))

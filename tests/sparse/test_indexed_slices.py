@@ -49,6 +49,9 @@ def test_each_row_comes_once_and_the_rest_is_padding(gradient):
         np.testing.assert_allclose(there, np.float32(values).reshape(there.shape), rtol=1e-2)
         assert not got.values[len(rows) :].any()
     np.testing.assert_array_equal(once[0].to_dense(), dense)
+    values, rows = jax.jit(lambda gradient: gradient.sum_by_row())(gradient)
+    assert len(set(rows.tolist())) == len(rows)
+    np.testing.assert_array_equal(est.IndexedSlices(values, rows, gradient.dense_shape).to_dense(), dense)
 
 
 def test_what_is_not_finite_in_padding_stays_there():
