@@ -17,7 +17,7 @@ _FEWEST = 100  # examples; a step takes 20 microseconds, and protobuf a third of
 _FIRST, _SECOND = 1 << 3 | 2, 2 << 3 | 2  # of a message's fields: the map, and an entry's key; an entry's value
 _WORD = 8  # bytes
 _MASKS = np.array([(1 << 8 * i) - 1 for i in range(_WORD + 1)], np.uint64)
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that two words have different products
 
 
 def find_features(serialized: Sequence[bytes], keys: Sequence[str], fewest: int = _FEWEST) -> list[Pieces]:
