@@ -40,7 +40,7 @@ def find_features(serialized: Sequence[bytes], keys: Sequence[str], fewest: int 
 
 
 def _find_at_once(serialized: Sequence[bytes], keys: list[bytes], fewest: int) -> Pieces | None:
-    """The features, those of a key one after the other; None where examples are not as writers make them."""
+    """The features, key by key; None where examples are not as writers make them."""
     examples = Pieces.of([*serialized, *keys, bytes(_WORD)])  # the last one, so that words may begin anywhere before
     count, data = len(serialized), np.frombuffer(examples.joined, np.uint8)
     entries = _entries(data, examples.begins[:count], examples.ends[:count], fewest)
@@ -100,7 +100,7 @@ def _entries(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """The entries of the maps of all examples: the number of the example, and where they begin and end.
 
-    None where fewer examples than `fewest` go on, which protobuf reads as fast.
+    None where fewer examples than `fewest` have further entries, which protobuf reads as fast.
     """
     are_maps, at, limits = fields_at(data, begins, _FIRST)
     if not are_maps or (limits != ends).any():
