@@ -16,7 +16,7 @@ from absl import logging
 
 from estimator.core._typing import PyTree, Variables
 from estimator.optim._given_rate import GivenRate
-from estimator.sparse._indexed_slices import IndexedSlices
+from estimator.sparse._indexed_slices import IndexedSlices, sum_by_row
 
 # For a CPU, XLA writes rows that may come again one after the other, which takes up to twice as long.
 _ONCE: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False, "unique_indices": True}
@@ -95,7 +95,7 @@ class TouchedRows:
         self._indices: dict[str, jax.Array] = {}
         self.gradients: dict[str, jax.Array] = {}
         for table, gradient in gradients.items():
-            self.gradients[table], self._indices[table] = gradient.sum_by_row()
+            self.gradients[table], self._indices[table] = sum_by_row(gradient)
 
     def take(self, tree: PyTree) -> PyTree:
         """The tree with the touched rows instead of each array of a table's shape."""

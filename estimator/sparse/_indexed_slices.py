@@ -82,14 +82,10 @@ class IndexedSlices:
                 f'`IndexedSlices.deduplicate("mean")` cannot average {values.dtype} values. Use "sum", or convert them '
                 "to floats."
             )
-        values, indices = _sum_by_row(values, indices, self.dense_shape[0], reduction)
+        values, indices = _reduce_by_row(values, indices, self.dense_shape[0], reduction)
         indices = jnp.where(_is_within(indices, self.dense_shape[0]), indices, self.dense_shape[0])
         order = jnp.argsort(indices)
         return IndexedSlices(values[order], indices[order], self.dense_shape)
-
-    def sum_by_row(self) -> tuple[jax.Array, jax.Array]:
-        """The sums of `deduplicate` and their rows, in less time: those left over are anywhere among them."""
-        return _sum_by_row(self.values, self.indices, self.dense_shape[0], "sum")
 
     def check(self, caller: str) -> None:
         """Raises a ValueError that names `caller` unless the fields fit each other."""
@@ -106,7 +102,7 @@ class IndexedSlices:
 
 # A function of its own, which jax traces once for all tables of a shape; with 52 of them that saves 0.6 seconds.
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _sum_by_row(values: jax.Array, indices: jax.Array, beyond: int, reduction: str) -> tuple[jax.Array, jax.Array]:
+def _reduce_by_row(values: jax.Array, indices: jax.Array, beyond: int, reduction: str) -> tuple[jax.Array, jax.Array]:
     """The sums of the values of each row, or their means, and the rows, no two of them alike."""
     n = len(indices)
     if indices.dtype.itemsize < 4:  # "beyond" may not fit
@@ -122,6 +118,11 @@ def _sum_by_row(values: jax.Array, indices: jax.Array, beyond: int, reduction: s
         counts = jnp.maximum(jax.ops.segment_sum(jnp.ones_like(places), places, n), 1)
         values = values / counts.astype(values.dtype).reshape(-1, *(1,) * (values.ndim - 1))
     return values, rows
+
+
+def sum_by_row(gradient: IndexedSlices) -> tuple[jax.Array, jax.Array]:
+    """The sums of `deduplicate`, and their rows, in less time: those left over are anywhere among them."""
+    return _reduce_by_row(gradient.values, gradient.indices, gradient.dense_shape[0], "sum")
 
 
 def _is_within(indices: jax.Array, beyond: int) -> jax.Array:

@@ -14,6 +14,7 @@ from testing.programs import operations
 from testing.towers import assert_close, assert_same_training, cpus, one_step, replicate, started
 
 import estimator as est
+from estimator.sparse._indexed_slices import sum_by_row
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 ROWS, WIDTH, BATCH, STEPS = 40, 3, 8, 3
@@ -232,7 +233,7 @@ def test_a_step_gathers_and_scatters_as_often_as_one_by_hand():
             return jnp.mean((jnp.tanh(rows).sum((1, 2)) - labels) ** 2)
 
         gradient = jax.grad(loss_fn)(table[ids]).reshape(-1, WIDTH)
-        values, rows = est.IndexedSlices(gradient, ids.reshape(-1), table.shape).sum_by_row()
+        values, rows = sum_by_row(est.IndexedSlices(gradient, ids.reshape(-1), table.shape))
         sums = squares[rows] + values**2
         steps = -0.1 * values * jax.lax.rsqrt(sums + 1e-7)
         return table.at[rows].add(steps, mode="drop"), squares.at[rows].set(sums, mode="drop")
